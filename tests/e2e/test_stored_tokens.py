@@ -138,3 +138,40 @@ def test_preemption(tiny_model, caching):
         assert_exact(oracle, run, prompts, 250, near=NEAR)
         assert any(len(lives) > 1 and lives[-1].evictions for lives in run.lives())
         assert run.free_blocks() == 39
+
+
+BESIDE = {
+    "evictions inside prompts": (dict(prefill_interval=160, budget=280), {}),
+    "under pressure": (
+        dict(when="pressure", budget=280),
+        dict(num_gpu_blocks_override=60, max_model_len=1536),
+    ),
+    "every so many tokens": (dict(every=160), dict(enable_prefix_caching=True)),
+    "drafts": (
+        dict(budget=280),
+        dict(
+            speculative_config=dict(
+                method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1
+            )
+        ),
+    ),
+    "layers in groups": (dict(policy="ada-pyramid", budget=400), {}),
+    "the offload": (dict(budget=280), dict(kv_offloading_size=0.25, enable_prefix_caching=True)),
+    "audits": (
+        dict(budget=280, audit="100%"),
+        dict(enable_prefix_caching=True, disable_log_stats=False),
+    ),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", BESIDE)
+def test_beside_other_features(tiny_model_kv4, oracle_kv4, name):
+    settings, options = BESIDE[name]
+    settings = dict(policy="ada-snapkv", interval=64, store_dtype="int4", budget="25%") | settings
+    prompts = [random_prompt(n, seed=n) for n in (700, 333, 900)]
+    with engine(tiny_model_kv4, settings, max_num_batched_tokens=256, **options) as run:
+        free = run.free_blocks()
+        for _ in range(2):
+            assert_exact(oracle_kv4, run, prompts, 150, near=NEAR)
+        assert run.free_blocks() == free
