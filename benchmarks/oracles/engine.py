@@ -39,6 +39,7 @@ class Recorder:
 
     def taken(self, plan: Any) -> None:
         """Requests of a step that begin with what another one's eviction kept."""
+        self._saves += plan.saves_first
         saved = self.saved
         for copy in plan.loads:
             for group in copy.groups:

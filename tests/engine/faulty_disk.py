@@ -21,7 +21,7 @@ from unittest import mock
 
 import torch
 
-from vllm_kvevict.engine import store_reads, tiered_stores
+from vllm_kvevict.engine import chain_searches, store_reads, tiered_stores
 from vllm_kvevict.engine.store_reads import READERS
 from vllm_kvevict.rules.step_plan import StoreCopy
 from vllm_kvevict.stores.files import StoreFiles
@@ -144,7 +144,7 @@ class FaultyDisk:
         log.setLevel(logging.ERROR)
         try:
             with ExitStack() as stack:
-                for module in (store_reads, tiered_stores):
+                for module in (store_reads, tiered_stores, chain_searches):
                     stack.enter_context(mock.patch.object(module, "monotonic", lambda: self.now))
                 yield
         finally:

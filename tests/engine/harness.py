@@ -239,7 +239,8 @@ class Engine:
         idle = stuck = 0
         # A request waits for its file for a limited time, and for a second one that was queued.
         patience_idle = 16 if self.setup.offloads or self.setup.connector else 4
-        patience_idle += 3 * int(READ_TIMEOUT_S / SECONDS_A_STEP) if self.disk else 0
+        # A conversation first waits until it is known which of its states have files.
+        patience_idle += 5 * int(READ_TIMEOUT_S / SECONDS_A_STEP) if self.disk else 0
         known, loads = self._tokens(), self._loads()
         remote = self.worker.remote
         # A transfer goes on after its request was aborted, even if it was the last one.

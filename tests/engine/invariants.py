@@ -78,7 +78,7 @@ class Invariants:
             request_id: self._lives[request_id].number for request_id in output.num_scheduled_tokens
         }
         self._expect_plan(output, plan)
-        for copy in plan.saves:
+        for copy in (*plan.saves_first, *plan.saves):
             self._saved[copy.name] = {
                 one.group_id: self._stored[one.group_id, one.store[0]]
                 for one in copy.groups

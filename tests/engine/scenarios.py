@@ -156,13 +156,15 @@ def conversing(scenario: Scenario) -> Scenario:
     """The same day on a server on which conversations grow, and evict every so many tokens.
 
     Some requests ask for another number of tokens, or for the evictions of other servers. Turns
-    follow one another, several continue the same one, and the KV cache loses some in between.
+    follow one another, several continue the same one, and the KV cache loses some in between, of
+    which host memory or files, on disks that may fail, have the last states.
     """
     seed = scenario.seed
     every, shared = (20, 64, 33, 128)[seed % 4], ("keep", "evict")[seed // 4 % 2]
     setup = replace(
         scenario.setup, every=max(every, scenario.setup.window), shared=shared, caching=True,
-        sliding_window=None, audit=0.0, memory=0, blocks=max(30, scenario.setup.blocks),
+        sliding_window=None, audit=0.0, blocks=max(30, scenario.setup.blocks),
+        disk=(None, None, 0.0, 0.1, 0.4)[seed % 5],
     )  # fmt: skip
     events: list[tuple[Any, ...]] = []
     for number, event in enumerate(scenario.events, seed):

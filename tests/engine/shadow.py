@@ -171,6 +171,8 @@ class ShadowWorker:
         if plan.weigh and self.files is not None:
             self.files.use(self.generation)
         self.lost = []
+        for copy in plan.saves_first:
+            self._save(copy)
         for copy in plan.loads:
             self._load(copy)
         if self.offload is not None and self.remote is None:

@@ -69,6 +69,16 @@ def test_nor_where_prompts_evict_as_they_stream_in() -> None:
     play_until_seen(accounting, max(1, EXAMPLES // 4), totals, names)
 
 
+def test_nor_where_some_conversations_grow() -> None:
+    totals: Counter[str] = Counter()
+
+    def accounting(scenario: Scenario) -> None:
+        run(conversing(scenario), totals)
+
+    play_until_seen(accounting, max(1, EXAMPLES // 8), totals, ["stores_published", "taken"])
+
+
+@pytest.mark.nightly
 def test_nor_where_conversations_grow() -> None:
     totals: Counter[str] = Counter()
 
@@ -78,8 +88,9 @@ def test_nor_where_conversations_grow() -> None:
     names = """
         evictions_inside evictions_decode stores_published taken taken_later taken_behind
         taken_in_use taken_again preemptions aborts resets postponed
+        stores_saved stores_restored_memory stores_restored_file files_hung weights_changed
     """.split()
-    play_until_seen(accounting, max(1, EXAMPLES // 4), totals, names)
+    play_until_seen(accounting, EXAMPLES, totals, names)
 
 
 def test_nor_with_stores_in_files_of_a_disk_that_fails() -> None:

@@ -104,6 +104,7 @@ def test_branches_of_one_conversation_share_what_they_have_in_common(setup):
     assert core.invariants.tally.taken_later >= 8
 
 
+@pytest.mark.nightly
 @BOTH
 def test_five_hundred_branches_of_one_conversation(setup):
     core = conversations(setup, blocks=400, max_num_seqs=16)
@@ -253,8 +254,17 @@ def test_what_would_share_nothing_is_refused():
             conversations(SYNC, **changes)
 
 
-@pytest.mark.parametrize("groups", [dict(second_budget=80), dict(pyramid=3), dict(budget="25%")])
-@pytest.mark.parametrize("setup", [SYNC, ASYNC], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "setup, groups",
+    covering(
+        [pytest.param(SYNC, id="sync"), pytest.param(ASYNC, id="async")],
+        [
+            pytest.param(dict(second_budget=80), id="two budgets"),
+            pytest.param(dict(pyramid=3), id="pyramid"),
+            pytest.param(dict(budget="25%"), id="share"),
+        ],
+    ),
+)
 def test_groups_that_evict_at_different_positions(setup, groups):
     core = conversations(setup, blocks=600, **groups)
     former = core.add(tokens(200), 100)

@@ -186,16 +186,17 @@ class EvictionConfig(BaseModel):
     store_memory: Size = Field(
         default=0,
         description=(
-            "Host memory of all ranks together, such as 4G, for stores of kv_eviction_at that "
-            "leave the KV cache. They are restored instead of computing a prefill."
+            "Host memory of all ranks together, such as 4G, for stores of kv_eviction_at or "
+            "--kv-eviction-every that leave the KV cache. They are restored instead of computing a "
+            "prefill."
         ),
     )
     store_path: Folder | None = Field(
         default=None,
         description=(
-            "Folder for stores of kv_eviction_at, such as DIR,max=100G; without max, files take at "
-            "most half of the free space. They survive a restart, and equal servers share them. "
-            "Users with write access may change answers."
+            "Folder for stores of kv_eviction_at or --kv-eviction-every, such as DIR,max=100G; "
+            "without max, files take at most half of the free space. They survive a restart, and "
+            "equal servers share them. Users with write access may change answers."
         ),
     )
     store_dtype: Literal["auto", "int8", "int4"] = Field(

@@ -28,14 +28,19 @@ class Link:
 
     Args:
         point: The position.
-        stores: Blocks of the store of every group that evicted.
         groups: The blocks of all groups.
 
     """
 
     point: int
-    stores: "Mapping[int, int]"
     groups: "Mapping[int, PublishedGroup]"
+
+    def is_of(self, key: ShareKey) -> bool:
+        """Return whether it has the position of a key, and what the key says that it keeps."""
+        groups = sorted(self.groups.items())
+        stores = tuple((group, len(part.store)) for group, part in groups)
+        tails = tuple((group, part.tail_start) for group, part in groups)
+        return (self.point, stores, tails) == (key.point, key.stores, key.tails)
 
 
 class Chain:
@@ -73,9 +78,13 @@ class Chain:
             dues = [t.next_eviction for t in self._ahead.values() if t.next_eviction is not None]
             if not dues or (point := min(dues)) > request.num_tokens:
                 return
+            after = {group: copy(one) for group, one in self._ahead.items()}
+            for progress in after.values():
+                if progress.is_due(point):
+                    progress.evict(point)
             key = link_key(
                 request,
-                self._ahead,
+                after,
                 point,
                 self._hash_block_size,
                 self._policy,
@@ -85,11 +94,9 @@ class Chain:
             )
             if key is None:
                 return
-            for progress in self._ahead.values():
-                if progress.is_due(point):
-                    progress.evict(point)
             self.keys.append(key)
-            self._after.append({group: copy(one) for group, one in self._ahead.items()})
+            self._after.append(after)
+            self._ahead = after
 
     def before(self, num_tokens: int) -> int:
         """Return the number of stores at positions before ``num_tokens``."""

@@ -111,6 +111,8 @@ class RequestState:
     on_chain: bool = True
     """False if an eviction did not run at its position, so that the request makes no store of its
     chain any more."""
+    last_store: "PublishedStore | None" = None
+    """Last store of its chain that the request has made or started with."""
     unpublished: "Link | None" = None
     """Store at a position whose tokens are not known yet."""
     key_length: int = 0
@@ -238,10 +240,10 @@ class RequestState:
             self._begun_with = self.request.num_tokens
             self.refresh()
         self.pending_store = self.reused_store = reuse
-        self.links, self.on_chain = 0, True
+        self.links, self.on_chain, self.last_store = 0, True, None
         if reuse is not None:
             if self.chain is not None:
-                self.links = self.chain.before(reuse.key.point) + 1
+                self.links, self.last_store = self.chain.before(reuse.key.point) + 1, reuse
                 self.progress = self.chain.progress_after(self.links, self.request.num_tokens)
             else:
                 reuse.advance(self.progress)
@@ -275,7 +277,7 @@ class RequestState:
         """Return the request to WAITING with nothing computed, because its blocks are freed."""
         self.phase, self._begun_with = Phase.WAITING, -1
         self.pending_store = self.base_store = self.reused_store = self.admitted_at = None
-        self.unpublished = None
+        self.unpublished = self.last_store = None
         self.suffix_published = self.publish_at = self.evicted_at = 0
         self.expected_gain = self.pressure_order = 0
 

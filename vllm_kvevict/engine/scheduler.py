@@ -445,11 +445,6 @@ def build_stores(core: EvictionCore, config: EvictionConfig) -> PublishedStores:
             "shares none: sharing them needs prefix caching, eviction in all layers, and no "
             "speculative decoding."
         )
-    if config.every and config.has_tiers:
-        raise ValueError(
-            "KV eviction: --kv-eviction-every cannot be combined with --kv-eviction-store-memory "
-            "and --kv-eviction-store-path yet; remove these flags."
-        )
     if not config.has_tiers:
         return PublishedStores(core, may_share)
     if not may_share or not caching or len(groups) > len(core.managers):

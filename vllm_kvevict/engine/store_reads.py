@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from threading import Event
 from time import monotonic
+from typing import Any
 
 from vllm.logger import init_logger
 
@@ -160,7 +161,7 @@ class StoreReads:
         self.late: dict[str, LateStore] = {}
         self.claims: dict[str, float] = {}
         """Time until which requests that another server computed look for a file, by request id."""
-        self.hanging: list[Future[Payload | None]] = []
+        self.hanging: list[Future[Any]] = []
         """Abandoned reads that have not ended yet."""
         self.search: Future[set[str]] = Future()
         """The last search for late files: those that it found."""

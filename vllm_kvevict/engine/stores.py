@@ -252,7 +252,7 @@ class PublishedStores:
 
         """
         if state.evicts_on_tokens:
-            return self._publish_link(state, end, evictions)
+            return self._publish_link(state, end)
         key = state.store_key
         made = {eviction.group_id: eviction for eviction in evictions}
         if (
@@ -279,9 +279,7 @@ class PublishedStores:
             groups[group] = PublishedGroup(tail_start, tuple(blocks), tuple(tail))
         return self._enter(key, groups)
 
-    def _publish_link(
-        self, state: RequestState, end: int, evictions: Sequence[GroupEviction]
-    ) -> PublishedStore | None:
+    def _publish_link(self, state: RequestState, end: int) -> PublishedStore | None:
         """Publish the next store of a request's chain, now or when its tokens are known."""
         if not state.makes_links:
             return None
@@ -293,8 +291,7 @@ class PublishedStores:
             holding = state.holdings.get(group)
             store = holding.store if holding is not None else ()
             groups[group] = PublishedGroup(progress.tail_start, tuple(store), tuple(tail))
-        stores = {eviction.group_id: len(eviction.store) for eviction in evictions}
-        state.unpublished = Link(end, stores, groups)
+        state.unpublished = Link(end, groups)
         self._unpublished[state.request_id] = state
         return self._resolve(state)
 
@@ -314,18 +311,23 @@ class PublishedStores:
         state.unpublished = None
         chain.extend(state.request)
         key = chain.keys[state.links] if state.links < len(chain.keys) else None
-        made = {group: blocks for group, blocks in key.stores if blocks} if key is not None else {}
-        if key is None or key.point != link.point or made != link.stores:
+        if key is None or not link.is_of(key):
             state.on_chain = False
             return None
         state.links += 1
         if self._in_pool(key):
             # Requests may hold the equal store.
+            state.last_store = self._published[key]
             return None
         if state.computed_valid == link.point:
             # Up to the first eviction, blocks have vLLM's hash, the last one only now.
             self._manager.coordinator.cache_blocks(state.request, link.point)
-        return self._enter(key, link.groups)
+        state.last_store = store = self._enter(key, link.groups)
+        self._continues(state.reused_store, store)
+        return store
+
+    def _continues(self, base: PublishedStore | None, store: PublishedStore) -> None:
+        """Record that a store was made by a request that started with another one."""
 
     def resolve(self) -> None:
         """Publish the stores at positions whose tokens are known by now."""

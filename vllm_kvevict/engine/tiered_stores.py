@@ -16,6 +16,8 @@ from vllm.logger import init_logger
 
 from vllm_kvevict.config.handover import hands_over, takes_over
 from vllm_kvevict.engine.blocks import EvictionCore
+from vllm_kvevict.engine.chain import Chain
+from vllm_kvevict.engine.chain_searches import ChainSearches
 from vllm_kvevict.engine.published import PublishedGroup, PublishedStore
 from vllm_kvevict.engine.request import RequestState
 from vllm_kvevict.engine.store_reads import HANDOVER_TIMEOUT_S, StoreReads
@@ -34,6 +36,9 @@ logger = init_logger("vllm.kv_eviction.tiers")
 class TieredStores(PublishedStores):
     """Copies every store out of the KV cache when it is published, and restores it when it is
     needed.
+
+    Of the stores that a request makes at fixed positions, only the last one is copied, when the
+    request ends, because it continues all before it. Those leave host memory first.
 
     The scheduler decides which stores the workers' host memory holds, least recently used first
     out, so the workers report nothing about it. A request waits while its store is read from files;
@@ -67,6 +72,7 @@ class TieredStores(PublishedStores):
         self._memory = memory
         self.reads = StoreReads(sizes, ranks, files, core.counters)
         """Reads of stores from files."""
+        self._searches = ChainSearches(self.reads, ranks)
         self._kept: OrderedDict[str, int] = OrderedDict()
         self._next = StepPlan()
         self._restoring: deque[PublishedStore] = deque()
@@ -74,6 +80,10 @@ class TieredStores(PublishedStores):
         self._writing: dict[str, tuple[PublishedStore, float]] = {}
         """Stores that are being written, and the start of the write."""
         self._writes_fail = False
+        self._made_over: dict[PublishedStore, PublishedStore] = {}
+        """Stores that were made over one of a load that was not executed yet, with that one."""
+        self._filed: set[str] = set()
+        """Those of the stores in host memory that are in files too."""
         self._resets = 0
 
     def has(self, key: ShareKey) -> bool:
@@ -81,12 +91,16 @@ class TieredStores(PublishedStores):
         return outside or super().has(key)
 
     def ready(self) -> list[ShareKey]:
-        return [*super().ready(), *self.reads.ready()]
+        return [*super().ready(), *self.reads.ready(), *self._searches.ready()]
 
     def find(self, state: RequestState) -> PublishedStore | None:
-        store, key = super().find(state), state.store_key
-        if store is None and key is not None and self._may_take(state):
-            return self._restore(state, key)
+        store = super().find(state)
+        if self._may_take(state):
+            for key in reversed(state.reusable):
+                if store is not None and key.point <= store.key.point:
+                    break
+                if (restored := self._restore(state, key)) is not None:
+                    return restored
         if store is not None:
             name = store.key.name
             self.reads.drop(name)
@@ -95,6 +109,8 @@ class TieredStores(PublishedStores):
         return store
 
     def waits(self, state: RequestState) -> bool:
+        if state.chain is not None:
+            return super().waits(state) or (self._may_take(state) and self._waits_for_turn(state))
         if state.store_key is not None and self._may_take(state) and self._waits_for_files(state):
             return True
         return super().waits(state)
@@ -108,22 +124,43 @@ class TieredStores(PublishedStores):
         claims = takes_over(state.request.kv_transfer_params)
         return self.reads.wait(key, state.rules, state.request_id, claims)
 
+    def _waits_for_turn(self, state: RequestState) -> bool:
+        """Return whether a request waits for files of a store of its chain, the last one that there
+        is; start to look for them."""
+        keys = []
+        for key in reversed(state.reusable):
+            if self.has(key):
+                break
+            keys.append(key)
+        if not keys:
+            return False
+        found = self._searches.found(state.request_id, keys)
+        if found is None:
+            state.store_key = self._searches.first_key(state.request_id)
+            return True
+        for key in found:
+            if self.reads.wait(key, state.rules, state.request_id, claims=False):
+                state.store_key = key
+                return True
+            if self.reads.payload(key.name) is not None:
+                return False
+        return False
+
     def publish(
         self, state: RequestState, end: int, evictions: Sequence[GroupEviction]
     ) -> PublishedStore | None:
         store = super().publish(state, end, evictions)
-        if store is not None and state.request.lora_request is None:
-            self._save(state, store)
+        if store is not None and state.request.lora_request is None and state.chain is None:
+            self._save(state, store, self._next.saves, self.reads.files is not None)
         return store
 
-    def blocks_for(self, state: RequestState) -> int:
-        """Return the blocks for a request that starts with its store, if no request holds the
+    def blocks_for(self, state: RequestState, key: ShareKey) -> int:
+        """Return the blocks for a request that starts with a store, if no request holds the
         store."""
-        assert state.store_key is not None
-        rest = state.request.num_tokens + 1 - state.store_key.point
+        rest = state.request.num_tokens + 1 - key.point
         return sum(
             shape.blocks + blocks_for(rest, self._managers[group].block_size)
-            for group, shape in group_shapes(state.store_key, state.rules).items()
+            for group, shape in group_shapes(key, state.rules).items()
         )
 
     def request_finished(self, state: RequestState) -> bool:
@@ -132,9 +169,14 @@ class TieredStores(PublishedStores):
         A store that is being written counts as available, unless the last write failed or this one
         takes too long.
         """
+        super().request_finished(state)
+        self._searches.drop(state.request_id)
         self.reads.request_finished(
             state.request_id, state.store_key.name if state.store_key else ""
         )
+        if state.chain is not None:
+            self._save_turn(state, state.chain)
+            return False
         store = state.base_store
         if store is None or not store.written or not hands_over(state.request.kv_transfer_params):
             return False
@@ -143,8 +185,9 @@ class TieredStores(PublishedStores):
 
     def copy(self, plan: StepPlan) -> None:
         plan.loads, plan.saves = self._next.loads, self._next.saves
+        plan.saves_first = self._next.saves_first
         plan.forgotten, plan.weigh = self._next.forgotten, self._next.weigh
-        self._counters.stores_saved += len(plan.saves)
+        self._counters.stores_saved += len(plan.saves) + len(plan.saves_first)
         self._next = StepPlan()
 
     def executed(self, plan: StepPlan | None, news: Sequence[StoreNews]) -> list[PublishedStore]:
@@ -159,6 +202,7 @@ class TieredStores(PublishedStores):
             if copy.name in lost:
                 self._lose(store)
                 stores.append(store)
+            stores += self._confirm(store, copy.name in lost)
         for report in news:
             self._process(report)
         return stores
@@ -172,12 +216,55 @@ class TieredStores(PublishedStores):
         self.reads.failed(name)
         self._drop(store)
 
+    def _continues(self, base: PublishedStore | None, store: PublishedStore) -> None:
+        if base is not None and (root := self._unconfirmed(base)) is not None:
+            self._made_over[store] = root
+
+    def _unconfirmed(self, store: PublishedStore) -> PublishedStore | None:
+        """Return the store of a load that was not executed yet and that a store depends on."""
+        return store if store in self._restoring else self._made_over.get(store)
+
+    def _confirm(self, root: PublishedStore, lost: bool) -> list[PublishedStore]:
+        """Record that a load was executed, and drop what was made over a store that was lost.
+
+        Returns:
+            The stores that were lost with it.
+
+        """
+        derived = [store for store, of in self._made_over.items() if of is root]
+        for store in derived:
+            del self._made_over[store]
+            if lost:
+                self._drop(store)
+        return derived if lost else []
+
+    def _save_turn(self, state: RequestState, chain: Chain) -> None:
+        """Copy the last store of a request that ends. It replaces the ones before it, which leave
+        host memory first."""
+        store = state.last_store
+        if store is None or state.request.lora_request is not None or not store.intact:
+            return
+        if any(s is not None and self._unconfirmed(s) for s in (store, state.reused_store)):
+            # It is not known whether all ranks can load what it depends on.
+            return
+        name = store.key.name
+        for key in reversed(chain.keys[: chain.before(store.key.point)]):
+            if key.name in self._kept:
+                self._kept.move_to_end(key.name, last=False)
+        write = self.reads.files is not None and not store.written
+        if write or (self._memory and name not in self._kept):
+            self._save(state, store, self._next.saves_first, write)
+        elif name in self._kept:
+            self._kept.move_to_end(name)
+
     def _process(self, news: StoreNews) -> None:
         """Process a worker's report about files."""
         for name, written in news.written.items():
             store, _ = self._writing.pop(name, (None, 0.0))
             if store is not None:
                 store.written = written
+            if written and name in self._kept:
+                self._filed.add(name)
             self._writes_fail = not written
         files = self.reads.files
         if files is not None and news.weighed == self._resets and self.reads.paused:
@@ -195,9 +282,16 @@ class TieredStores(PublishedStores):
         Workers check their weights in the next step. Files are read again after their answer.
         """
         self._next.forgotten += self._kept
+        for copy in self._next.saves_first:
+            store, _ = self._writing.pop(copy.name, (None, 0.0))
+            if store is not None:
+                store.written = False
+        self._next.saves_first.clear()
         self._kept.clear()
+        self._filed.clear()
         self.kept_bytes = 0
         self.reads.clear()
+        self._searches.clear()
         if self.reads.files is not None:
             self.reads.paused = True
             self._resets += 1
@@ -207,16 +301,18 @@ class TieredStores(PublishedStores):
         """Return whether a request may start with a store from outside the KV cache."""
         return state.request.lora_request is None and self._may_reuse(state)
 
-    def _save(self, state: RequestState, store: PublishedStore) -> None:
+    def _save(
+        self, state: RequestState, store: PublishedStore, saves: list[StoreCopy], write: bool
+    ) -> None:
         name, shapes = store.key.name, group_shapes(store.key, state.rules)
-        write = store.written = self.reads.files is not None
         if write:
+            store.written = True
             self._writing[name] = store, monotonic()
         self.reads.written(name)
         self.reads.drop(name)
         keep = self._keep(name, self._sizes.host_bytes(shapes) * self._ranks)
         if keep or write:
-            self._next.saves.append(_copy(name, store, keep, write))
+            saves.append(_copy(name, store, keep, write))
 
     def _keep(self, name: str, num_bytes: int) -> bool:
         """Make room in host memory; return False if a store is too large for it."""
@@ -237,10 +333,12 @@ class TieredStores(PublishedStores):
         """Let the workers remove a store from host memory, even one that the same step would
         save."""
         self._next.forgotten.append(name)
-        for copy in self._next.saves:
-            if copy.name == name:
-                copy.keep = False
-        self._next.saves = [copy for copy in self._next.saves if copy.keep or copy.write]
+        self._filed.discard(name)
+        for saves in (self._next.saves, self._next.saves_first):
+            for copy in saves:
+                if copy.name == name:
+                    copy.keep = False
+            saves[:] = [copy for copy in saves if copy.keep or copy.write]
 
     def _restore(self, state: RequestState, key: ShareKey) -> PublishedStore | None:
         """Take blocks for a store that the next step's plan restores, if there are enough."""
@@ -251,12 +349,12 @@ class TieredStores(PublishedStores):
         # vLLM does not admit the request if fewer blocks than its watermark remain for running
         # requests.
         reserved = self._core.cache.watermark_blocks if self._core.scheduler.running else 0
-        if self.blocks_for(state) + reserved > self._pool.get_num_free_blocks():
+        if self.blocks_for(state, key) + reserved > self._pool.get_num_free_blocks():
             return None
         shapes = group_shapes(key, state.rules)
         store = self._enter(key, {group: self._take(shape) for group, shape in shapes.items()})
         self._pool.free_blocks([block for block, _ in store.hashes])
-        store.written = payload is not None
+        store.written = payload is not None or (state.chain is not None and name in self._filed)
         handles = None
         if payload is not None:
             handles = [region.handle for region in payload]

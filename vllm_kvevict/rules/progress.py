@@ -76,7 +76,7 @@ class EvictionProgress:
         """Schedule the eviction at the next position after ``n`` that depends on tokens alone."""
         rule, last = self.rule, LONGEST if self.max_length is None else self.max_length
         self.next_eviction, share = None, rule.budget_share
-        if share is None or share < 1:
+        if share is None or share < 1 or rule.may_keep_all:
             # A budget that is a share may keep all tokens of a short text.
             point = rule.next_point(n)
             while point is not None and point + 1 < last and self.gain(point) < 1:

@@ -129,6 +129,8 @@ class StepPlan:
         reused: Stores of the requests that this step admits, by request id.
         loads: Stores to copy into the KV cache before the forward pass.
         saves: Stores to copy out of the KV cache after the evictions, which make them.
+        saves_first: Stores to copy out of the KV cache before the ``loads`` and the forward pass,
+            because their requests have ended, and the step may hand out their blocks.
         forgotten: Names of stores that host memory no longer holds; removed before the saves.
         weigh: Number of a reset of the prefix cache, or 0. The workers then compute a checksum of
             their weights before the ``loads``, and use files of stores of these weights from then
@@ -148,6 +150,7 @@ class StepPlan:
     reused: dict[str, list[ReusedStore]] = field(default_factory=dict)
     loads: list[StoreCopy] = field(default_factory=list)
     saves: list[StoreCopy] = field(default_factory=list)
+    saves_first: list[StoreCopy] = field(default_factory=list)
     forgotten: list[str] = field(default_factory=list)
     weigh: int = 0
     hidden_states: dict[str, HiddenStateSpan] = field(default_factory=dict)

@@ -36,6 +36,8 @@ class ShareKey:
             that the request names.
         parent: Digest of the key of the store that the eviction replaces; empty for a request's
             first eviction.
+        tails: Tail start of every KV-cache group, if earlier evictions may have set it. ``stores``
+            then also counts what groups keep that do not evict at the point.
 
     """
 
@@ -49,6 +51,7 @@ class ShareKey:
     share: float = 0.0
     in_context: bool = False
     parent: bytes = b""
+    tails: tuple[tuple[int, int], ...] = ()
 
     @cached_property
     def digest(self) -> bytes:
@@ -132,7 +135,7 @@ def link_key(
 
     Args:
         request: vLLM's request. Its full blocks are hashed.
-        progress: Its progress by KV-cache group, before the eviction at ``point``.
+        progress: Its progress by KV-cache group, after the eviction at ``point``.
         point: The position.
         hash_block_size: Number of tokens that one hash covers.
         policy: The policy that chooses.
@@ -144,12 +147,10 @@ def link_key(
     tokens = _tokens_before(request, point, hash_block_size)
     if tokens is None:
         return None
-    stores = tuple(
-        (group, one.wanted(point) if one.is_due(point) else 0)
-        for group, one in sorted(progress.items())
-    )
+    stores = tuple((group, one.store_blocks) for group, one in sorted(progress.items()))
+    tails = tuple((group, one.tail_start) for group, one in sorted(progress.items()))
     share = largest_share(progress, point) if reads_share else 0.0
-    return ShareKey(*tokens, point, policy, protect_first, stores, share, True, parent)
+    return ShareKey(*tokens, point, policy, protect_first, stores, share, True, parent, tails)
 
 
 def _tokens_before(

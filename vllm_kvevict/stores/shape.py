@@ -34,10 +34,10 @@ def group_shapes(key: ShareKey, rules: Mapping[int, EvictionRule]) -> dict[int, 
             policy.
 
     """
-    shapes = {}
+    shapes, tails = {}, dict(key.tails)
     for group, store in key.stores:
         rule = rules[group]
-        tail_start = rule.tail_start(key.point) if store else 0
+        tail_start = tails.get(group, rule.tail_start(key.point) if store else 0)
         tail = blocks_for(key.point, rule.block_size) - tail_start // rule.block_size
         shapes[group] = GroupShape(tail_start, store, tail)
     return shapes

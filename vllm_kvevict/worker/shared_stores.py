@@ -28,11 +28,13 @@ class SharedStores:
         self._reused: dict[str, list[ReusedStore]] = {}
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Load the stores that the step reads, before the forward pass."""
+        """Save stores that the step may overwrite, and load those that it reads, before the forward
+        pass."""
         self._plan, self._reused = plan, plan.reused
         if self.tiers is not None:
             if plan.weigh:
                 self.tiers.weigh(plan.weigh)
+            self.tiers.save((), plan.saves_first)
             self.tiers.load(plan.loads)
 
     def enter(self) -> None:

@@ -14,7 +14,7 @@ from vllm_kvevict.stores.key import ShareKey, share_key
 KEY = ShareKey(b"a", (1, 2), None, 100, "probe", 4, ((0, 7),), 0.25)
 OTHERS = dict(
     prefix=b"b", rest=(1, 3), extra=("salt",), point=101, policy="snapkv", protect_first=5,
-    stores=((0, 8),), share=0.5, in_context=True, parent=b"d",
+    stores=((0, 8),), share=0.5, in_context=True, parent=b"d", tails=((0, 8),),
 )  # fmt: skip
 
 

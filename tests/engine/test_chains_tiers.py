@@ -1,0 +1,224 @@
+"""Conversations that return after the KV cache has lost them.
+
+Setup as in ``test_chains``: evictions at 72, 104, 136 and so on, of which each store has 4 blocks.
+"""
+
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from vllm.lora.request import LoRARequest
+
+from tests.engine.cases import ASYNC, BOTH, SYNC, counters, engine, hit, lose, tokens
+from tests.engine.faulty_disk import tensors_for
+from tests.engine.harness import Engine, Setup
+from tests.engine.test_chains import say
+from tests.nightly import nightly
+from vllm_kvevict.engine import chain_searches, store_reads, tiered_stores
+from vllm_kvevict.engine.store_reads import READ_TIMEOUT_S, READERS
+from vllm_kvevict.stores.files import StoreFiles
+
+CHAIN = dict(every=32, max_batched=512, blocks=200)
+
+
+def conversations(setup: Setup, memory: int = 10**9, **changes: Any) -> Engine:
+    return engine(replace(setup, memory=memory, **(CHAIN | changes)))
+
+
+def kept_points(core: Engine) -> list[int]:
+    """Points of the stores in host memory, the first to leave first."""
+    stores: Any = core.scheduler._stores
+    points = {key.name: key.point for key in stores._published}
+    return [points.get(name, 0) for name in stores._kept]
+
+
+@BOTH
+def test_the_last_store_of_a_turn_comes_back(setup):
+    core = conversations(setup)
+    former = core.add(tokens(150), 60)
+    core.finish()
+    assert counters(core).stores_saved == len(core.worker.host) == 1 and kept_points(core) == [200]
+    for turn in range(3):
+        lose(core)
+        before = former.num_tokens
+        former = say(core, former, 40, 40)
+        assert before - 32 <= hit(core.step(), former) < before
+        core.finish()
+        assert counters(core).stores_restored_memory == turn + 1
+        assert counters(core).stores_saved == turn + 2, "one a turn"
+
+
+@BOTH
+def test_the_pool_is_asked_first_and_the_deepest_store_wins(setup):
+    core = conversations(setup)
+    former = core.add(tokens(150), 60)
+    core.finish()
+    published = core.scheduler._stores._published
+    (last,) = [key for key in published if key.point == 200]
+    pool = core.scheduler.kv_cache_manager.block_pool
+    second = say(core, former, 30, 4)
+    assert hit(core.step(), second) >= 200 and counters(core).stores_restored_memory == 0
+    core.finish()
+    pool.evict_blocks({block.block_id for block in published[last].groups[0].store})
+    third = say(core, former, 30, 4, seed=5)
+    assert hit(core.step(), third) == 200 and counters(core).stores_restored_memory == 1
+    core.finish()
+
+
+@BOTH
+def test_older_states_of_a_conversation_leave_first(setup):
+    core = conversations(setup)
+    stores: Any = core.scheduler._stores
+    first = core.add(tokens(150), 60)
+    core.finish()
+    size = stores.kept_bytes
+    core.add(tokens(150, 1), 60)
+    core.finish()
+    say(core, first, 40, 40)
+    core.finish()
+    assert kept_points(core) == [200, 200, 264]
+    stores._memory = 2 * size + size // 2
+    say(core, core.requests[-1], 40, 40)
+    core.finish()
+    assert kept_points(core) == [200, 360], "the other conversation, and the last state of this one"
+    lose(core)
+    other = say(core, core.requests[1], 10, 4)
+    assert hit(core.step(), other) >= 200
+    core.finish()
+
+
+@BOTH
+@pytest.mark.parametrize("steps", [1, nightly(2), 3, nightly(4), 5, nightly(6), nightly(7)])
+def test_aborts_while_a_state_is_restored(setup, steps):
+    core = conversations(setup, max_batched=40)
+    former = core.add(tokens(150), 60)
+    core.finish()
+    lose(core)
+    second, third = (say(core, former, 60, 30, seed=seed) for seed in (1, 2))
+    for _ in range(steps):
+        core.step()
+    core.step(between=lambda: core.abort(second))
+    core.finish()
+    assert third.num_output_tokens == 30
+    lose(core)
+    fourth = say(core, third, 10, 4)
+    assert hit(core.step(), fourth) >= third.num_tokens - 40
+    core.finish()
+
+
+@BOTH
+def test_a_reset_forgets_a_turn_that_was_not_copied_yet(setup):
+    core = conversations(setup)
+    former = core.add(tokens(150), 60)
+    while not former.is_finished():
+        core.step()
+    core.settle()
+    core.reset()
+    second = say(core, former, 10, 4)
+    assert hit(core.step(), second) == 0
+    core.finish()
+    assert counters(core).stores_restored_memory == 0
+
+
+@BOTH
+def test_conversations_with_an_adapter_stay_in_the_kv_cache(setup):
+    core = conversations(setup)
+    adapters = [LoRARequest(name, number, f"/{name}") for number, name in enumerate("ab", 1)]
+    former = core.add(tokens(150), 60, lora_request=adapters[0])
+    core.finish()
+    assert counters(core).stores_published == 5 and counters(core).stores_saved == 0
+    second = say(core, former, 30, 4, lora_request=adapters[0])
+    assert hit(core.step(), second) >= 200
+    core.finish()
+    third = say(core, former, 30, 4, lora_request=adapters[1])
+    assert hit(core.step(), third) == 0
+    core.finish()
+    lose(core)
+    fourth = say(core, former, 30, 4, lora_request=adapters[0])
+    assert hit(core.step(), fourth) == 0
+    core.finish()
+
+
+def serve(folder: Path, setup: Setup) -> Any:
+    """A server that keeps states in the files of a folder, and none in host memory."""
+    core: Any = conversations(setup)
+    stores = core.scheduler._stores
+    stores._memory, stores.reads.files = 0, StoreFiles(folder, {"model": "a"})
+    core.worker.files = StoreFiles(folder, {"model": "a"})
+    core.worker.tensors = tensors_for(stores._sizes)
+    return core
+
+
+def run(core: Any, request: Any) -> None:
+    for _ in range(3000):
+        if request.is_finished():
+            break
+        core.step()
+    core.settle()
+    assert request.is_finished(), "it waits for ever"
+    core.finish()
+    core.worker.files.flush()
+
+
+@pytest.mark.parametrize("setup", [SYNC, ASYNC], ids=["sync", "async"])
+def test_a_server_for_every_turn(setup, tmp_path):
+    """Each of them finds the last state that the one before has written."""
+    core, said = serve(tmp_path, setup), tokens(150)
+    for turn in range(4):
+        request = core.add(said, 60)
+        run(core, request)
+        assert counters(core).stores_restored_file == (turn > 0)
+        if turn:
+            assert counters(core).tokens_reused >= request.num_prompt_tokens - 40 - 32
+        former, core = core, serve(tmp_path, setup)
+        core.worker.disk, core.invariants._saved = former.worker.disk, former.invariants._saved
+        said = list(request.all_token_ids) + tokens(40, turn)
+
+
+@pytest.mark.parametrize("setup", [SYNC, ASYNC], ids=["sync", "async"])
+def test_what_was_made_over_a_state_that_cannot_be_loaded_is_lost_too(setup, tmp_path):
+    core = serve(tmp_path, setup)
+    request = core.add(tokens(150), 60)
+    run(core, request)
+    lose(core)
+    core.worker.cannot_load = lambda name: True
+    second = say(core, request, 60, 30)
+    run(core, second)
+    assert counters(core).stores_restored_file == 1 and second.num_preemptions == 1
+    core.worker.cannot_load = lambda name: False
+    third = say(core, second, 10, 4)
+    run(core, third)
+    assert counters(core).tokens_reused >= second.num_tokens - 40
+
+
+def test_a_file_system_that_hangs_is_waited_for_for_a_limited_time(tmp_path, monkeypatch):
+    """Each of two threads hangs in a search; after that, nobody waits."""
+    now = [1000.0]
+    for module in (chain_searches, store_reads, tiered_stores):
+        monkeypatch.setattr(module, "monotonic", lambda: now[0])
+    core = serve(tmp_path, SYNC)
+    former = core.add(tokens(150), 60)
+    run(core, former)
+    lose(core)
+
+    def hangs(*_: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()
+        return future
+
+    core.scheduler._stores.reads.threads = Mock(submit=hangs)
+    for number in range(4):
+        lose(core)
+        turn = say(core, former, 10, 4, seed=number)
+        core.step()
+        core.step()
+        assert (turn.num_computed_tokens > 0) == (number >= READERS)
+        now[0] += READ_TIMEOUT_S
+        core.step()
+        core.step()
+        assert turn.num_computed_tokens > 0
+        core.abort(turn)
+        core.settle()

@@ -1,0 +1,117 @@
+"""Searches for the files of the stores that a conversation may continue.
+
+A conversation that returns knows the names of all its stores, but not which of them were written.
+One search on a thread covers them all. The scheduler's thread never accesses a file, and a request
+waits for its search no longer than :data:`~vllm_kvevict.engine.store_reads.READ_TIMEOUT_S`.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from time import monotonic
+
+from vllm_kvevict.engine.store_reads import READ_TIMEOUT_S, StoreReads
+from vllm_kvevict.stores.key import ShareKey
+
+MAX_NAMES = 256
+"""Maximum number of stores in one search, the last ones of the conversation."""
+
+
+@dataclass(eq=False)
+class Search:
+    """A search for the stores of one request.
+
+    Args:
+        keys: The keys of the stores, the last one first.
+        until: Time of :func:`time.monotonic` at which its result is no longer waited for, or used.
+        future: Names of the stores that have files.
+        announced: True if its end was reported.
+
+    """
+
+    keys: Sequence[ShareKey]
+    until: float
+    future: "Future[set[str]]"
+    announced: bool = False
+
+    def over(self, now: float) -> bool:
+        return self.future.done() or now >= self.until
+
+
+class ChainSearches:
+    """Searches of the requests that wait.
+
+    Args:
+        reads: Reads of stores from files.
+        ranks: Number of ranks of the server.
+
+    """
+
+    def __init__(self, reads: StoreReads, ranks: int) -> None:
+        self._reads = reads
+        self._ranks = ranks
+        self._searches: dict[str, Search] = {}
+        self._changed: dict[ShareKey, None] = {}
+
+    def found(self, request_id: str, keys: Sequence[ShareKey]) -> list[ShareKey] | None:
+        """Return those of a request's stores that have files, the last one first; None while they
+        are searched for.
+
+        Args:
+            request_id: The request.
+            keys: Keys of the stores, at least one, the last one first.
+
+        """
+        reads, now = self._reads, monotonic()
+        if reads.files is None or reads.paused:
+            return []
+        search = self._searches.get(request_id)
+        if search is None or (search.future.done() and now >= search.until):
+            if reads.all_hang():
+                return []
+            keys = keys[:MAX_NAMES]
+            names = [key.name for key in keys]
+            future = reads.threads.submit(reads.files.present, names, self._ranks)
+            search = self._searches[request_id] = Search(keys, now + READ_TIMEOUT_S, future)
+        if not search.over(now):
+            return None
+        if not search.future.done() or search.future.cancelled() or search.future.exception():
+            return []
+        present = search.future.result()
+        return [key for key in search.keys if key.name in present]
+
+    def first_key(self, request_id: str) -> ShareKey:
+        """Return the key that :meth:`ready` returns when the search of a request has ended."""
+        return self._searches[request_id].keys[0]
+
+    def ready(self) -> list[ShareKey]:
+        """Return the first keys of the searches that have ended since the last call."""
+        if self._searches:
+            now = monotonic()
+            for search in self._searches.values():
+                if not search.announced and search.over(now):
+                    self._end(search)
+        changed = list(self._changed)
+        self._changed.clear()
+        return changed
+
+    def drop(self, request_id: str) -> None:
+        """Forget the search of a request that ends."""
+        search = self._searches.pop(request_id, None)
+        if search is not None:
+            self._end(search)
+
+    def clear(self) -> None:
+        """Forget all searches, because the files of other weights may be used from now on."""
+        for search in self._searches.values():
+            self._end(search)
+        self._searches.clear()
+
+    def _end(self, search: Search) -> None:
+        """Stop waiting for a search; a thread that is still at it may hang."""
+        if search.announced:
+            return
+        search.announced = True
+        self._changed[search.keys[0]] = None
+        if not (search.future.cancel() or search.future.done()):
+            self._reads.hanging.append(search.future)
