@@ -46,6 +46,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--budget", default="25%", help="tokens per KV head, or a share")
     add("--profile", default="auto", help="a file, auto, or none")
     add("--store-memory", default="4G", help="host memory for stores, of `tiers`")
+    add("--every", type=int, default=128, help="tokens between evictions, of `every`")
     add("--seed", type=int, default=0)
     add("--work", type=Path, default=Path(".cache/chat"), help="folder of logs and stores")
     add("--out", type=Path, default=RESULT, help="table and picture are written beside it")
@@ -100,7 +101,7 @@ def main() -> None:
     tokens = longest([*made, warm_up], chat)
     setting = Setting(
         model, tokens, options.memory, max(16, options.at_once), options.policy,
-        options.budget, options.profile, options.store_memory, options.work,
+        options.budget, options.profile, options.store_memory, options.every, options.work,
     )  # fmt: skip
     result: dict[str, Any] = {
         "options": {key: str(value) for key, value in vars(options).items()},

@@ -12,6 +12,7 @@ from vllm_kvevict.serving.offload import CONNECTOR, OURS
 NO_PROFILE = "none"
 
 _EVICT = ("--kv-eviction", "{policy}", "--kv-eviction-budget", "{budget}")
+_EVERY = (*_EVICT, "--kv-eviction-every", "{every}")
 _AT: dict[str, Any] = {"kv_eviction_at": {"message": 0}}
 _FILES = ("--kv-eviction-store-path", "{stores}")
 _FROM_FILES = ("evictions", "stores_restored_file")
@@ -63,6 +64,15 @@ ROWS = {
     "restart": Row(
         "tiers, from files, restarted", (*_EVICT, *_FILES), _AT, _FROM_FILES, restarts=True
     ),
+    "every": Row("every N tokens", _EVERY, {}, ("evictions", "stores_reused")),
+    "every-tiers": Row(
+        "every N tokens, tiers", (*_EVERY, "--kv-eviction-store-memory", "{store_memory}"), {},
+        ("evictions", "stores_restored_memory"),
+    ),
+    "every-restart": Row(
+        "every N tokens, from files, restarted", (*_EVERY, *_FILES), {}, _FROM_FILES,
+        restarts=True,
+    ),
     "stock-offload": Row(
         "stock, offload", ("--kv-transfer-config", "{offload}"), {}, (LOADED,)
     ),
@@ -85,6 +95,7 @@ class Setting:
         budget: Tokens per KV head, or a share.
         profile: A file, ``auto``, or :data:`NO_PROFILE`.
         store_memory: Host memory for stores, such as ``4G``.
+        every: Tokens between evictions, of the rows that evict at fixed positions.
         work: Folder of the logs.
 
     """
@@ -97,6 +108,7 @@ class Setting:
     budget: str
     profile: str
     store_memory: str
+    every: int
     work: Path
 
     def _fill(self, text: Any, stores: Path | None = None) -> Any:

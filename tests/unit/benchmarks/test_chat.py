@@ -23,7 +23,7 @@ def setting(folder: Path, **changes: Any) -> Setting:
     (folder / "config.json").write_text(json.dumps(config))
     given = dict(
         model=folder, tokens=70, memory=4, sequences=16, policy="auto",
-        budget="25%", profile="auto", store_memory="4G", work=folder,
+        budget="25%", profile="auto", store_memory="4G", every=96, work=folder,
     )  # fmt: skip
     return Setting(**{**given, **changes})
 
@@ -105,6 +105,8 @@ def test_servers_differ_in_the_flags_of_their_rows_alone(tmp_path: Path) -> None
         ("pressure", "--kv-eviction-when", "pressure"),
         ("tiers", "--kv-eviction-store-memory", "4G"),
         ("restart", "--kv-eviction-store-path", str(tmp_path / "stores")),
+        ("every-tiers", "--kv-eviction-every", "96"),
+        ("every-restart", "--kv-eviction-store-path", str(tmp_path / "stores")),
         ("offload", "--kv-offloading-size", "4"),
     ):
         assert commands[name][commands[name].index(flag) + 1] == value
