@@ -12,6 +12,7 @@ WORKER_HOOKS = {
             Worker.initialize_from_config(kv_cache_config) Worker.execute_model(scheduler_output)
             Worker.sample_tokens Worker.model_runner Worker.use_v2_model_runner
             Worker.reload_weights Worker.update_weights(update_info) Worker.start_weight_update()
+            Worker.sleep(level) Worker.wake_up(tags)
         """,
         "vllm.v1.worker.gpu_model_runner": """
             GPUModelRunner.reload_weights GPUModelRunner.attn_groups GPUModelRunner.get_model

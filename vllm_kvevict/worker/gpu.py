@@ -1,5 +1,6 @@
 """vLLM's CUDA worker with eviction."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -136,9 +137,9 @@ class EvictingWorker(EvictionWorkerMixin):
             )
             return None
         longest, workspace = self.model_config.max_model_len, self._allocate_workspace()
-        fused = FusedEvictions(
-            policies, states, caches, self._rings, token_stats, longest, probes, workspace.num_bytes
-        )
+        served = policies, states, caches, self._rings, token_stats
+        with self._like_the_cache():
+            fused = FusedEvictions(*served, longest, probes, workspace.num_bytes)
         taken = list(filter(fused.takes, policies))
         logger.info(
             "KV eviction runs CUDA kernels for %s", ", ".join(taken) or "none of the policies"
@@ -179,22 +180,31 @@ class EvictingWorker(EvictionWorkerMixin):
                 itemsize=self.model_config.dtype.itemsize,
                 fp8=self.cache_config.cache_dtype in CACHE_DTYPES,
             )
-            self._scratch = Scratch(self._kernel(), shape, self.device)
+            with self._like_the_cache():
+                self._scratch = Scratch(self._kernel(), shape, self.device)
         return self._scratch
+
+    def _outlives_sleep(self) -> Iterator[torch.Tensor]:
+        yield from super()._outlives_sleep()
+        assert self._scratch is not None
+        yield self._scratch.partials.arrived
+        for buffers in self._buffers:
+            yield from buffers.constants
 
     def _bind(self, worker: WorkerEviction) -> None:
         super()._bind(worker)
         scratch = self._allocate_scratch()
         self._buffers = []
         for group_id, state in worker.states.items():
-            buffers = GroupBuffers(state, scratch, self.device)
+            with self._like_the_cache():
+                buffers = GroupBuffers(state, scratch, self.device)
             self._buffers.append(buffers)
             for attn_group in self.model_runner.attn_groups[group_id]:
                 for builder in attn_group.metadata_builders:
                     builder.buffers = buffers
         logger.info(
             "KV eviction attention on this rank: %s kernel, %d bytes of scratch, %d bytes of "
-            "lengths and splits, %d bytes of workspace for evictions",
+            "lengths and slices, %d bytes of workspace for evictions",
             scratch.kernel,
             scratch.num_bytes + scratch.op_bytes,
             sum(buffers.num_bytes for buffers in self._buffers),

@@ -1,6 +1,7 @@
 """vLLM's workers with eviction around ``execute_model``."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from hashlib import sha256
 from typing import Any
@@ -46,6 +47,7 @@ from vllm_kvevict.worker.probes import LayerProbe, Probes
 from vllm_kvevict.worker.ranks import first_head, of_ranks, on_all_ranks
 from vllm_kvevict.worker.rotary import Rotary, find
 from vllm_kvevict.worker.runners import RowsV1, RowsV2, RunnerRows
+from vllm_kvevict.worker.sleep import HostCopies
 from vllm_kvevict.worker.workspace import Workspace
 
 logger = init_logger("vllm.kv_eviction.worker")
@@ -65,6 +67,7 @@ class EvictionWorkerMixin(Worker, ABC):
         self.kv_eviction: WorkerEviction | None = None
         self._rings: ObservationRings | None = None
         self._workspace: Workspace | None = None
+        self._asleep: HostCopies | None = None
         register_spec()
         self._register_backend()
 
@@ -164,10 +167,28 @@ class EvictionWorkerMixin(Worker, ABC):
         """
         return self._maybe_get_memory_pool_context("kv_cache")
 
+    def _outlives_sleep(self) -> Iterator[torch.Tensor]:
+        """Yield what is allocated as the KV cache is and has content of the model or of none."""
+        assert self.kv_eviction is not None
+        yield from self.kv_eviction.probe_weights()
+
+    def sleep(self, level: int = 1) -> None:
+        """Sleep; the workspace of evictions is freed as well."""
+        if self.kv_eviction is not None and self._asleep is None:
+            self._asleep = HostCopies(self._outlives_sleep())
+            if self._workspace is not None:
+                self._workspace.release()
+        super().sleep(level)
+
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Wake up; no request and no published store outlives the KV cache."""
         super().wake_up(tags)
         if self.kv_eviction is not None and (tags is None or "kv_cache" in tags):
+            if self._asleep is not None:
+                self._asleep.restore()
+                self._asleep = None
+            if self._workspace is not None:
+                self._workspace.renew()
             for state in self.kv_eviction.states.values():
                 state.reset()
             if self._rings is not None:
@@ -207,9 +228,10 @@ class EvictionWorkerMixin(Worker, ABC):
         channels = floats_per_token(self.eviction_config)
         with self._like_the_cache():
             token_stats = TokenStats(caches, heads, channels) if channels else None
-        probes = self._probes(states, caches, token_stats)
+        with self._like_the_cache():
+            probes = self._probes(states, caches, token_stats)
         rows = self._rows(states)
-        # It may extend the workspace.
+        # It may extend the workspace, which has a pool of its own.
         fused = self._fused(states, caches, token_stats, probes)
         self.kv_eviction = WorkerEviction(
             build_policies(self.eviction_config),

@@ -162,6 +162,17 @@ class Workspace:
         """Give the memory to evictions."""
         self._held.clear()
 
+    def release(self) -> None:
+        """Free the memory, for as long as the engine sleeps."""
+        self._held.clear()
+        self._pool = None
+
+    def renew(self) -> None:
+        """Allocate the memory again after :meth:`release`."""
+        if self._device.type == "cuda" and self._pool is None:
+            self._allocate([self.num_bytes, *[SMALL_BYTES] * SMALL_COUNT])
+            self.open()
+
     @contextmanager
     def use(self) -> Iterator[None]:
         """Allocate from the pool."""

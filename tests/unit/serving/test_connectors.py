@@ -154,6 +154,8 @@ def test_the_offload_beside_transfers(build: Build) -> None:
         (OFFLOAD, "NixlConnector"),
         ("NixlConnector",),
         ("NixlConnector", DUMMY),
+        ("NixlConnector", "NixlConnector"),
+        ("NixlPullConnector", "NixlPushConnector"),
         ("NixlConnector", OFFLOAD, OFFLOAD),
         ("MooncakeConnector", OFFLOAD),
     ],
