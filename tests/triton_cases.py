@@ -173,7 +173,7 @@ def check_lengths_and_slices(
             for sequence, length in enumerate(expected)
             for key in range(-before, max(16, -(-length // 16) * 16))
         ]
-        size = max(smallest + before, -(-len(row_of_keys) // (16 * programs)) * 16)
+        size = max(smallest, before + 16, -(-len(row_of_keys) // (16 * programs)) * 16)
         wanted = []
         for program in range(programs):
             keys = row_of_keys[program * size : (program + 1) * size]

@@ -63,7 +63,7 @@ def slices(
 ) -> list[list[Split]]:
     """The pieces of every program: its keys of each sequence, and the pieces of that sequence."""
     occupied = [before + max(STEP, -(-length // STEP) * STEP) for length in lengths]
-    size = max(MIN_SLICE + before, -(-sum(occupied) // (STEP * programs)) * STEP)
+    size = max(MIN_SLICE, before + STEP, -(-sum(occupied) // (STEP * programs)) * STEP)
     mine: list[list[Split]] = [[] for _ in range(programs)]
     start = 0
     for length, space in zip(lengths, occupied, strict=True):

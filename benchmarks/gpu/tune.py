@@ -67,7 +67,7 @@ def main() -> None:
                                        "16/4096,64/4096"))  # fmt: skip
     parser.add_argument("--programs", type=numbers, default=[2], help="of a multiprocessor")
     parser.add_argument("--stages", type=numbers, default=[3, 5])
-    parser.add_argument("--before", type=numbers, default=[0, 64, 128],
+    parser.add_argument("--before", type=numbers, default=[0, 96, 192],
                         help="room before a sequence, in keys")  # fmt: skip
     parser.add_argument("--tile", type=numbers, default=[64])
     parser.add_argument("--sigma", type=float, default=0.5, help="0.5: heads of real models")

@@ -50,7 +50,7 @@ def test_many_pieces_merged_at_once(seed):
 @pytest.mark.parametrize("programs", [1, 100, 400])
 def test_lengths_and_slices(programs):
     check_lengths_and_slices(
-        "cuda", programs, 64, 64, seed=programs, requests=256, longest_tail=900
+        "cuda", programs, 64, 96, seed=programs, requests=256, longest_tail=900
     )
 
 

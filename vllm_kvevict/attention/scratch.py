@@ -14,7 +14,7 @@ Kernel = Literal["flash", "triton", "xformers"]
 
 MIN_SLICE = 64
 """Minimum number of keys of a program of the Triton decode kernel."""
-BEFORE_SEQUENCE = 64
+BEFORE_SEQUENCE = 96
 """Keys that a program of it could read in the time with which a sequence begins: three loads that
 depend on each other, and the result of the sequence before. An estimate."""
 MAX_SEQUENCES = 992

@@ -25,7 +25,7 @@ ATTEND = dict(
 )  # fmt: skip
 TABLE = dict(HEADS=8, PAGE=16, STORED=16, BLOCK=128, GROUP=5, DIM=80, QUERY=512, RECORD=True)
 PLAN = dict(
-    HEADS=8, PAGE=16, WORDS=slices.WORDS, SMALLEST=64, BEFORE=64, STEP=16, BLOCK=256, WIDE=1024
+    HEADS=8, PAGE=16, WORDS=slices.WORDS, SMALLEST=64, BEFORE=96, STEP=16, BLOCK=256, WIDE=1024
 )
 FLOATS = dict(query="*bf16", cache="*bf16", out="*bf16", rings="*bf16", partial="*fp32")
 FLOATS |= dict(dense="*bf16")

@@ -186,7 +186,7 @@ def _plan_kernel(
     keys = tl.sum(total, 0)
     size = ((keys + programs - 1) // programs + STEP - 1) // STEP * STEP
     # No slice lies before the keys of a sequence as a whole, so each has a piece.
-    size = tl.maximum(size, SMALLEST + BEFORE)
+    size = tl.maximum(size, SMALLEST if SMALLEST > BEFORE else BEFORE + STEP)
 
     sequence = begin_of_block + tl.arange(0, BLOCK)
     used = sequence < num_sequences
@@ -295,7 +295,8 @@ def plan_slices(
         slices: Plan to write.
         block_size: Tokens in a block of the tail.
         page_tokens: Tokens in a page of a store.
-        smallest: Minimum number of keys in a slice of one sequence, a multiple of :data:`STEP`.
+        smallest: Minimum length of a slice, a multiple of :data:`STEP`. It is more than ``before``
+            in any case.
         before: Keys that could be read while a program begins with a sequence, a multiple of
             :data:`STEP`.
 
