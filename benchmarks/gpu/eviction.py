@@ -1,7 +1,8 @@
 """Part 2: one request's eviction pass, kernel by kernel, with the shapes of Llama-3.1-8B.
 
 ``python -m benchmarks.gpu.eviction --help``. The CUDA kernels need the extension. ``--device cpu``
-runs only the worker's pass, to try the script.
+runs only the worker's pass, to try the script. Under ``probe`` and ``ada-probe`` every head has
+random probes and a network.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import torch
 
 from benchmarks.gpu.attention import RESULTS, numbers
 from benchmarks.gpu.clock import copy_bandwidth, milliseconds, spread
+from benchmarks.gpu.dummy_profile import random_probes
 from benchmarks.gpu.part import Key, Part, add_options
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.rings import ObservationRings
@@ -32,9 +34,11 @@ from vllm_kvevict.policies.requirements import floats_per_token
 from vllm_kvevict.rules.step_plan import Eviction, GroupEviction
 from vllm_kvevict.worker import candidates as reading
 from vllm_kvevict.worker import fused as fused_pass
+from vllm_kvevict.worker import probes as probing
 from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.fused import FusedEvictions
 from vllm_kvevict.worker.gpu import interleaved
+from vllm_kvevict.worker.probes import LayerProbe, Probes
 
 PASS = "the worker's pass"
 
@@ -118,19 +122,32 @@ class Pass:
             rings.layer(name).copy_(ring)
         # One rank: vLLM's tensor-parallel group, which nobody has made, is not asked.
         reading.first_head = lambda num_heads: 0
-        for module in (reading, fused_pass):
+        for module in (reading, fused_pass, probing):
             module.sum_of_ranks = lambda tensor: tensor
-        rows = SimpleNamespace(rows=lambda request_ids: np.zeros(1, dtype=np.int64))
+        rows = SimpleNamespace(
+            rows=lambda request_ids: np.zeros(1, dtype=np.int64),
+            positions=lambda request, start, stop: torch.arange(start, stop),
+        )
         policies, states = build_policies(config), {0: state}
         channels = floats_per_token(config)
         values = (
             TokenStats(caches, dict.fromkeys(names, args.heads), channels) if channels else None
         )
+        probes = None
+        if "probe" in args.policy:
+            assert values is not None
+            weights = random_probes(args.layers, args.heads, args.head_size)
+            heads = list(range(args.heads))
+            layers = {
+                name: LayerProbe.of(weights, depth, heads, channels, None, self.device)
+                for depth, name in enumerate(names)
+            }
+            probes = Probes(layers, caches, values)
         kernels = None
         if fused:
             longest = self.due.num_tokens
-            kernels = FusedEvictions(policies, states, caches, rings, values, longest)
-        made = WorkerEviction(policies, states, caches, rings, values, rows, kernels)
+            kernels = FusedEvictions(policies, states, caches, rings, values, longest, probes)
+        made = WorkerEviction(policies, states, caches, rings, values, rows, kernels, None, probes)
         due = self.due
         group = GroupEviction(0, 0, due.tail_start, [], list(due.positional), list(due.store))
         eviction = Eviction("a", due.num_tokens, 0, [group], config.policy)
@@ -161,7 +178,7 @@ def row(args: argparse.Namespace, policy: str, ranks: int, prompt: int) -> dict[
     if device.type == "cuda":
         runs[PASS] = case.worker(fused=True)
         # One by one the kernels are those of the policies that score like SnapKV.
-        runs |= case.kernels() if "defensive" not in policy else {}
+        runs |= case.kernels() if "snapkv" in policy else {}
     runs["PyTorch pass"] = case.worker(fused=False)
     for name, run in runs.items():
         # It is shown, not judged, and may take seconds.

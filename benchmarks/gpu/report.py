@@ -49,7 +49,8 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 def with_ratios(part: dict[str, Any]) -> list[dict[str, Any]]:
     """The goals' ratios beside what was measured."""
-    rows = [dict(row) for row in part["rows"]]
+    # A series is for the file; a table would be as wide as the load is long.
+    rows = [{k: v for k, v in row.items() if k != "series"} for row in part["rows"]]
     stock: dict[tuple[Any, ...], float] = {}
     for row in rows:
         if row.get("setting") == "stock" and "output_tokens_per_s" in row:

@@ -25,7 +25,7 @@ if [[ ${TRIAL:-} ]]; then
     small=(--device cpu --dtype float32 --layers 2 --heads 2 --group 2 --copy-bytes 1048576)
     attention=("${small[@]}" --head-size 32 --batches 1,2 --budgets 32 --max-model-len 512)
     eviction=("${small[@]}" --head-size 64 --prompts 200 --ranks 1,2 --budget 48)
-    serving=(--tiny --loads 600/20/2/4 --prefills 600 --few 2 --repeats 2 --max-num-seqs 4
+    serving=(--tiny --policies auto --loads 600/20/2/4 --prefills 600 --few 2 --repeats 2 --max-num-seqs 4
         --block-size 32 "--serve-args=--enforce-eager")
 fi
 out=${1:-benchmarks/results/gpu${TRIAL:+-trial}}

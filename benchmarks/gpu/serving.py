@@ -18,12 +18,13 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.attention import RESULTS, numbers
+from benchmarks.gpu.client import measure
 from benchmarks.gpu.clock import spread
-from benchmarks.gpu.jobs import START_S, Job, Service, Shape, services
+from benchmarks.gpu.dummy_profile import write as write_profile
+from benchmarks.gpu.jobs import START_S, Job, Service, Shape, profile_path, services
 from benchmarks.gpu.model import LLAMA_8B, TINY, make_model
 from benchmarks.gpu.part import Part, add_options
 from benchmarks.gpu.prefill import ask, prefill_ms
-from benchmarks.load import measure
 from benchmarks.server import Server
 
 PREFILLS = 5
@@ -43,8 +44,7 @@ def figures(server: Server, job: Job, vocab: int) -> dict[str, Any]:
     if job.load is None:
         return {"prefill": spread(prefill_ms(server, job.key["input"], vocab, PREFILLS))}
     before = server.metric(EVICTIONS)
-    found: dict[str, Any] = dict(measure(server, Path(server.model), job.load))
-    found["prompts"] = job.load.num_prompts
+    found = measure(server, job.load, vocab)
     found["evictions"] = int(server.metric(EVICTIONS) - before)
     return found
 
@@ -98,7 +98,7 @@ def run(services: list[Service], args: argparse.Namespace, part: Part, model: Pa
     jobs = [job for one in services for job in missing(one, part)]
     # A start is dear, so a server is asked everything or, in this call, nothing.
     if not jobs or not part.fits(
-        START_S + sum(job.seconds for job in jobs), *(j.key for j in jobs)
+        args.start + sum(job.seconds for job in jobs), *(j.key for j in jobs)
     ):
         return
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(services)) as pool:
@@ -127,9 +127,12 @@ def sweep(args: argparse.Namespace) -> Part:
     config = LLAMA_8B | (TINY if args.tiny else {})
     model = make_model(args.scratch / "model", config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    part = Part("serving", args, device, choice=("loads", "shares", "prefills", "only"))
+    choice = ("loads", "shares", "prefills", "policies", "steps", "only")
+    part = Part("serving", args, device, choice=choice)
     planned = [one for one in services(args, config) if one.name in (args.only or [one.name])]
     args.vocab = config["vocab_size"]
+    if any(str(profile_path(args)) in one.eviction and missing(one, part) for one in planned):
+        write_profile(model, profile_path(args), config["head_dim"])
     planned.sort(key=lambda one: part.failed(job.key for job in one.jobs))
     for services_of_a_turn in batched(planned, args.together):
         run(services_of_a_turn, args, part, model)
@@ -140,14 +143,18 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--loads", type=loads, default=loads("6000/500/4/32,32000/4000/4/16"))
+    parser.add_argument("--loads", type=loads, default=loads("6000/500/4/96,32000/4000/4/16"))
     parser.add_argument("--shares", type=lambda t: [float(x) for x in t.split(",")],
                         default=[12.5], help="budgets in % of the prompt")  # fmt: skip
     parser.add_argument("--prefills", type=numbers, default=[32768])
     parser.add_argument("--few", type=int, default=16, help="requests where memory is no limit")
     parser.add_argument("--repeats", type=int, default=3, help="loads where memory is no limit")
     parser.add_argument("--only", type=lambda text: text.split(","), help="servers, by name")
-    parser.add_argument("--policy", default="ada-snapkv")
+    parser.add_argument("--policies", type=lambda text: text.split(","),
+                        default=["auto", "ada-snapkv"],
+                        help="the first decides the verdicts; auto has a profile")  # fmt: skip
+    parser.add_argument("--steps", type=numbers, default=[2048],
+                        help="tokens of a step, for another row of the first policy")  # fmt: skip
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--max-num-seqs", type=int, default=32)
     parser.add_argument(
@@ -156,6 +163,8 @@ def parser() -> argparse.ArgumentParser:
         default=1,
         help="servers that start at the same time; each is measured alone",
     )
+    parser.add_argument("--start", type=float, default=START_S,
+                        help="seconds that the start of a server takes, an estimate")  # fmt: skip
     parser.add_argument("--serve-args", default="", help="further arguments of vllm serve")
     parser.add_argument("--scratch", type=Path, help="for the model and the servers' logs",
                         default=Path(tempfile.gettempdir()) / "kvevict-gpu")  # fmt: skip

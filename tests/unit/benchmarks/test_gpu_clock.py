@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.gpu import eviction
 from benchmarks.gpu.clock import AHEAD_CYCLES, captured, copy_bandwidth, milliseconds, spread
+from benchmarks.gpu.transfers import QUEUE
 from tests.pretend_gpu import pretended
 from tests.unit.ops.cuda.conftest import emulated, emulation  # noqa: F401
 from vllm_kvevict.worker import candidates as reading
@@ -117,6 +118,8 @@ def test_the_calls_of_the_eviction_benchmark(emulation, monkeypatch):  # noqa: F
     assert all(map(torch.equal, case.caches, by_kernels))
 
 
-@pytest.mark.parametrize("name", ["run", "prepare", "first_hour"])
+@pytest.mark.parametrize(
+    "name", ["run", "prepare", "parts", *(f"queue/{call.script}" for call in QUEUE)]
+)
 def test_the_scripts_parse(name):
     assert run(["bash", "-n", ROOT / "benchmarks" / "gpu" / f"{name}.sh"]).returncode == 0

@@ -8,11 +8,12 @@ import torch
 from benchmarks.gpu import eviction
 from vllm_kvevict.worker import candidates as reading
 from vllm_kvevict.worker import fused as fused_pass
+from vllm_kvevict.worker import probes as probing
 
 
-@pytest.mark.parametrize("policy", ["ada-snapkv", "ada-defensive"])
+@pytest.mark.parametrize("policy", ["ada-snapkv", "ada-defensive", "ada-probe"])
 def test_the_timed_pass_evicts(policy, monkeypatch):
-    for module in (reading, fused_pass):
+    for module in (reading, fused_pass, probing):
         monkeypatch.setattr(module, "sum_of_ranks", None)
     monkeypatch.setattr(reading, "first_head", None)
     args = Namespace(
