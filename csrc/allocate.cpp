@@ -10,8 +10,8 @@ namespace {
 
 // What both ways to share pages out take.
 Allocate check_rows_of_heads(const Tensor& pages, const Tensor& gains, const Tensor& start,
-                             const Tensor& caps, const Tensor& store_blocks, int64_t block_size) {
-  STD_TORCH_CHECK(block_size >= 1, "block size must be at least 1, not ", block_size);
+                             const Tensor& caps, const Tensor& store_blocks, int64_t page_tokens) {
+  STD_TORCH_CHECK(page_tokens >= 1, "a page must hold at least 1 token, not ", page_tokens);
   check_sizes(pages, "pages", {kAny, kAny});
   const int64_t groups = pages.size(0), heads = pages.size(1);
   STD_TORCH_CHECK(heads <= kMaxHeads, "a layer has at most ", kMaxHeads, " KV heads, not ", heads);
@@ -29,7 +29,7 @@ Allocate check_rows_of_heads(const Tensor& pages, const Tensor& gains, const Ten
   work.num_gains = gains.numel();
   work.num_groups = narrow(groups, "groups");
   work.num_heads = narrow(heads, "KV heads");
-  work.block_size = narrow(block_size, "block size");
+  work.page_tokens = narrow(page_tokens, "tokens of a page");
   return work;
 }
 
@@ -37,16 +37,15 @@ Allocate check_rows_of_heads(const Tensor& pages, const Tensor& gains, const Ten
 
 void allocate(const Tensor& pages, const Tensor& keys, const Tensor& other, const Tensor& gains,
               const Tensor& scores, const Tensor& start, const Tensor& length, const Tensor& caps,
-              const Tensor& store_blocks, int64_t block_size, double floor) {
+              const Tensor& store_blocks, int64_t page_tokens, double floor) {
   const Launch launch(pages);
   STD_TORCH_CHECK(floor >= 0 && floor <= 1, "floor must be in [0, 1], not ", floor);
-  Allocate work = check_rows_of_heads(pages, gains, start, caps, store_blocks, block_size);
+  Allocate work = check_rows_of_heads(pages, gains, start, caps, store_blocks, page_tokens);
   const int64_t count = scores.numel();
   check(scores, "scores", ScalarType::Float, {count}, pages);
-  STD_TORCH_CHECK(count % block_size == 0, "scores must be whole pages");
   check(keys, "keys", ScalarType::Int, {count}, pages);
   check(other, "other", ScalarType::Int, {count}, pages);
-  check_sizes(gains, "gains", {count / block_size});
+  check_sizes(gains, "gains", {count / page_tokens});
   check(length, "length", ScalarType::Int, {pages.size(0), pages.size(1)}, pages);
 
   Sort sort{};
@@ -68,9 +67,9 @@ void allocate(const Tensor& pages, const Tensor& keys, const Tensor& other, cons
 
 void allocate_shares(const Tensor& pages, const Tensor& gains, const Tensor& shares,
                      const Tensor& start, const Tensor& caps, const Tensor& store_blocks,
-                     int64_t block_size) {
+                     int64_t page_tokens) {
   const Launch launch(pages);
-  Allocate work = check_rows_of_heads(pages, gains, start, caps, store_blocks, block_size);
+  Allocate work = check_rows_of_heads(pages, gains, start, caps, store_blocks, page_tokens);
   check(shares, "shares", ScalarType::Double, {kAny, pages.size(1)}, pages);
   const int64_t layers = shares.size(0);
   STD_TORCH_CHECK(layers >= 1 && pages.size(0) % layers == 0, "shares must be of the ",

@@ -24,9 +24,9 @@ static __global__ void share_kernel(const __grid_constant__ Allocate work) {
   const int layer = blockIdx.x / work.num_heads % work.num_layers;
   const double share = work.shares[layer * work.num_heads + head];
   const int pages = pages_of(work, blockIdx.x);
-  uint64_t* gains = work.gains + work.start[blockIdx.x] / work.block_size;
+  uint64_t* gains = work.gains + work.start[blockIdx.x] / work.page_tokens;
   KVEVICT_ASSERT(share > 0 && pages >= 1);
-  KVEVICT_ASSERT(work.start[blockIdx.x] / work.block_size + pages <= work.num_gains);
+  KVEVICT_ASSERT(work.start[blockIdx.x] / work.page_tokens + pages <= work.num_gains);
   for (int page = threadIdx.x; page < pages; page += blockDim.x) {
     gains[page] = page == 0 ? ~uint64_t{0} : ordered(share / (page + 0.5));
   }
@@ -34,21 +34,22 @@ static __global__ void share_kernel(const __grid_constant__ Allocate work) {
 
 // A block sums the pages of one head.
 static __global__ void gain_kernel(const __grid_constant__ Allocate work) {
-  const int bs = work.block_size, pages = work.caps[blockIdx.x];
+  const int size = work.page_tokens, pages = work.caps[blockIdx.x];
   const int64_t start = work.start[blockIdx.x];
   const int store_blocks = work.store_blocks[blockIdx.x / work.num_heads];
   const int share = static_cast<int>(work.floor * store_blocks);
   const int guaranteed = share > 1 ? share : 1;
-  KVEVICT_ASSERT(start % bs == 0 && pages >= 0 && pages * bs <= work.length[blockIdx.x]);
+  KVEVICT_ASSERT(start >= 0 && pages >= 0 && pages * size <= work.length[blockIdx.x]);
+  KVEVICT_ASSERT(start / size + pages <= work.num_gains);
   for (int page = threadIdx.x; page < pages; page += blockDim.x) {
-    const uint32_t* keys = work.keys + start + static_cast<int64_t>(page) * bs;
+    const uint32_t* keys = work.keys + start + static_cast<int64_t>(page) * size;
     double sum = 0;
-    for (int i = 0; i < bs; ++i) sum += from_ordered(keys[i]);
+    for (int i = 0; i < size; ++i) sum += from_ordered(keys[i]);
     // A page whose sum is no number, or infinite, ranks with the extremes of float64.
     constexpr double kMost = 1.7976931348623157e308;
     if (!(sum >= -kMost)) sum = -kMost;
     if (sum > kMost) sum = kMost;
-    work.gains[start / bs + page] = page < guaranteed ? ~uint64_t{0} : ordered(sum);
+    work.gains[start / size + page] = page < guaranteed ? ~uint64_t{0} : ordered(sum);
   }
 }
 
@@ -63,7 +64,7 @@ static_assert(sizeof(AllocateShared) <= kMaxShared);
 // A block shares the pages of one layer.
 static __global__ void __launch_bounds__(kAllocateThreads) allocate_kernel(const __grid_constant__ Allocate work) {
   AllocateShared& shared = *reinterpret_cast<AllocateShared*>(shared_memory());
-  const int heads = work.num_heads, bs = work.block_size;
+  const int heads = work.num_heads, size = work.page_tokens;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * heads;
   const int total = work.store_blocks[blockIdx.x] * heads;
   for (int head = threadIdx.x; head < heads; head += blockDim.x) {
@@ -81,7 +82,7 @@ static __global__ void __launch_bounds__(kAllocateThreads) allocate_kernel(const
   const int pages = shared.first[heads];
   KVEVICT_ASSERT(total >= 1 && total <= pages);
   for (int head = threadIdx.x; head < heads; head += blockDim.x) {
-    shared.offset[head] = work.start[row + head] / bs - shared.first[head];
+    shared.offset[head] = work.start[row + head] / size - shared.first[head];
   }
   // The first barrier of select_largest is this one's too.
   const auto head_of = [&](int index) {

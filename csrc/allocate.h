@@ -13,16 +13,16 @@ namespace kvevict {
 
 struct Allocate {
   int32_t* pages;               // [groups, H]
-  uint64_t* gains;              // flat, one a page of scores: ordered gains
+  uint64_t* gains;              // flat: ordered gains, those of a head from start / page_tokens on
   const uint32_t* keys;         // flat: sorted scores (sort.cuh); unused where shares are fixed
   const double* shares;         // [layers, H] fixed shares; null where scores decide
-  const int64_t* start;         // [groups, H] first score, whole pages
-  const int32_t* length;        // [groups, H] scores, whole pages
+  const int64_t* start;         // [groups, H] first score
+  const int32_t* length;        // [groups, H] scores; those that fill no page are in none
   const int32_t* caps;          // [groups, H] pages that a head may keep
   const int32_t* store_blocks;  // [groups] S
   double floor;
   int64_t num_gains;
-  int num_groups, num_heads, num_layers, block_size;
+  int num_groups, num_heads, num_layers, page_tokens;
 };
 
 // With shares, or with sorted keys.

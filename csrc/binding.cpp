@@ -17,57 +17,68 @@
 KVEVICT_DEFINE(KVEVICT_LIBRARY, module) {
   module.def(
       "compact(Tensor(a!)[] caches, Tensor columns, Tensor pages, Tensor store, Tensor requests, "
-      "Tensor head_indptr, Tensor old_store, Tensor positional, Tensor(b!) staging) -> ()");
+      "Tensor head_indptr, Tensor old_store, Tensor positional, Tensor(b!) staging, int page_tokens, "
+      "int key_bits, int value_bits, int[] signs, float[] key_scales, float[] value_scales) -> ()");
   module.def(
       "select(Tensor(a!) columns, Tensor scores, Tensor start, Tensor length, Tensor pages, "
-      "Tensor first_kept, int block_size) -> ()");
+      "Tensor first_kept, int page_tokens) -> ()");
   module.def(
       "allocate(Tensor(a!) pages, Tensor(b!) keys, Tensor(c!) other, Tensor(d!) gains, "
       "Tensor scores, Tensor start, Tensor length, Tensor caps, Tensor store_blocks, "
-      "int block_size, float floor) -> ()");
+      "int page_tokens, float floor) -> ()");
   module.def(
       "allocate_shares(Tensor(a!) pages, Tensor(b!) gains, Tensor shares, Tensor start, Tensor caps, "
-      "Tensor store_blocks, int block_size) -> ()");
+      "Tensor store_blocks, int page_tokens) -> ()");
   module.def(
       "rows(Tensor(a!) start, Tensor(b!) length, Tensor(c!) caps, Tensor(d!) first_kept, "
-      "Tensor(e!) store_blocks, Tensor requests, Tensor head_indptr, int block_size) -> ()");
+      "Tensor(e!) store_blocks, Tensor requests, Tensor head_indptr, int block_size, "
+      "int page_tokens) -> ()");
   module.def(
       "window_lse(Tensor(a!) lse, Tensor(b!) partial, Tensor[] caches, Tensor[] rings, "
       "float[] scales, float softcap, int window, int max_columns, Tensor requests, "
-      "Tensor head_indptr, Tensor old_store, Tensor positional) -> ()");
+      "Tensor head_indptr, Tensor old_store, Tensor positional, "
+      "int page_tokens, int key_bits, int value_bits, int[] signs) -> ()");
   module.def(
       "column_sums(Tensor(a!) sums, Tensor lse, Tensor[] caches, Tensor[] rings, "
       "float[] scales, float softcap, int window, int max_columns, Tensor requests, "
-      "Tensor head_indptr, Tensor old_store, Tensor positional) -> ()");
+      "Tensor head_indptr, Tensor old_store, Tensor positional, "
+      "int page_tokens, int key_bits, int value_bits, int[] signs) -> ()");
   module.def(
       "pool(Tensor(a!) scores, Tensor sums, Tensor requests, Tensor head_indptr, int block_size, "
-      "int window, int max_columns, float factor, int kernel, bool average) -> ()");
+      "int page_tokens, int window, int max_columns, float factor, int kernel, bool average) -> ()");
   module.def(
       "window_peaks(Tensor(a!) peaks, Tensor lse, Tensor[] caches, Tensor[] rings, "
       "float[] scales, float softcap, int window, int max_columns, Tensor requests, "
-      "Tensor head_indptr, Tensor old_store, Tensor positional) -> ()");
+      "Tensor head_indptr, Tensor old_store, Tensor positional, "
+      "int page_tokens, int key_bits, int value_bits, int[] signs) -> ()");
   module.def(
       "value_norms(Tensor(a!) norms, Tensor(b!) totals, Tensor[] caches, Tensor requests, "
-      "Tensor head_indptr, Tensor old_store, Tensor positional) -> ()");
+      "Tensor head_indptr, Tensor old_store, Tensor positional, "
+      "int page_tokens) -> ()");
   module.def(
       "defend(Tensor(a!) scores, Tensor(b!) shares, Tensor(c!) means, Tensor peaks, Tensor norms, "
       "Tensor totals, Tensor[] kept, int window, int max_columns, Tensor requests, "
-      "Tensor head_indptr, Tensor old_store, Tensor positional) -> ()");
+      "Tensor head_indptr, Tensor old_store, Tensor positional, "
+      "int block_size) -> ()");
   module.def(
       "keep_page_values(Tensor(a!)[] kept, Tensor numbers, Tensor columns, Tensor pages, "
-      "Tensor store, Tensor requests, Tensor head_indptr, Tensor old_store, Tensor positional) -> ()");
+      "Tensor store, Tensor requests, Tensor head_indptr, Tensor old_store, Tensor positional, "
+      "int block_size) -> ()");
   module.def(
       "probe_keys(Tensor(a!) parts, Tensor(b!) norms, Tensor(c!) totals, Tensor[] caches, "
       "Tensor weights, Tensor ages, Tensor[] rotary, bool interleaved, int width, Tensor requests, "
-      "Tensor head_indptr, Tensor old_store, Tensor positional) -> ()");
+      "Tensor head_indptr, Tensor old_store, Tensor positional, "
+      "int page_tokens) -> ()");
   module.def(
       "probe_networks(Tensor(a!) parts, Tensor norms, Tensor totals, Tensor[] caches, Tensor weights, "
       "Tensor shares, Tensor[] rotary, bool interleaved, Tensor requests, Tensor head_indptr, "
-      "Tensor old_store, Tensor positional) -> ()");
+      "Tensor old_store, Tensor positional, "
+      "int page_tokens) -> ()");
   module.def(
       "probe_scores(Tensor(a!) scores, Tensor(b!) parts, Tensor(c!) means, Tensor peaks, Tensor norms, "
       "Tensor totals, Tensor window_weights, Tensor[] kept, int window, int max_columns, "
-      "Tensor requests, Tensor head_indptr, Tensor old_store, Tensor positional) -> ()");
+      "Tensor requests, Tensor head_indptr, Tensor old_store, Tensor positional, "
+      "int block_size) -> ()");
   module.def("cuda_built() -> int");
   module.def("cuda_driver() -> int");
   module.def("cuda_serves() -> int");

@@ -13,8 +13,12 @@ namespace kvevict {
 
 // Without the blocks: how many candidates there are, not where.
 inline Candidates check_split(const Tensor& requests, const Tensor& head_indptr, int64_t layers,
-                              int64_t heads, int64_t block_size, const Tensor& first) {
+                              int64_t heads, int64_t block_size, int64_t page_tokens,
+                              const Tensor& first) {
   check_block_size(block_size);
+  STD_TORCH_CHECK(page_tokens >= block_size && page_tokens <= kMaxPageTokens,
+                  "a page of a store must hold ", block_size, " to ", kMaxPageTokens,
+                  " tokens, not ", page_tokens);
   STD_TORCH_CHECK(heads >= 1, "head_indptr must have H + 1 columns, not ", heads + 1);
   check(requests, "requests", ScalarType::Long, {kAny, kRequestFields}, first);
   check(head_indptr, "head_indptr", ScalarType::Int, {layers, kAny, heads + 1}, first);
@@ -24,6 +28,8 @@ inline Candidates check_split(const Tensor& requests, const Tensor& head_indptr,
   tables.num_rows = narrow(head_indptr.size(1), "rows");
   tables.num_heads = narrow(heads, "KV heads");
   tables.block_size = narrow(block_size, "block size");
+  tables.page_tokens = static_cast<int>(page_tokens);
+  tables.page_inverse = inverse_of(tables.page_tokens);
   while (1 << tables.block_shift < tables.block_size) ++tables.block_shift;
   return tables;
 }
@@ -31,8 +37,9 @@ inline Candidates check_split(const Tensor& requests, const Tensor& head_indptr,
 inline Candidates check_candidates(const Tensor& requests, const Tensor& head_indptr,
                                    const Tensor& old_store, const Tensor& positional,
                                    int64_t layers, int64_t heads, int64_t block_size,
-                                   const Tensor& first) {
-  Candidates tables = check_split(requests, head_indptr, layers, heads, block_size, first);
+                                   int64_t page_tokens, const Tensor& first) {
+  Candidates tables =
+      check_split(requests, head_indptr, layers, heads, block_size, page_tokens, first);
   check_rows(old_store, "old_store", ScalarType::Int, {head_indptr.size(1), kAny}, first);
   check(positional, "positional", ScalarType::Int, {requests.size(0), kAny}, first);
   tables.store = in<int32_t>(old_store);

@@ -7,7 +7,7 @@ namespace kvevict {
 
 void value_norms(const Tensor& norms, const Tensor& totals, std::vector<Tensor> caches,
                  const Tensor& requests, const Tensor& head_indptr, const Tensor& old_store,
-                 const Tensor& positional) {
+                 const Tensor& positional, int64_t page_tokens) {
   const Launch launch(norms);
   Norms work{};
   work.caches = check_caches<const unsigned char>(caches, norms);
@@ -16,7 +16,7 @@ void value_norms(const Tensor& norms, const Tensor& totals, std::vector<Tensor> 
   STD_TORCH_CHECK(slot % 8 == 0, "a slot must hold a key and a value of whole 4 bytes, not ", slot,
                   " bytes");
   work.candidates = check_candidates(requests, head_indptr, old_store, positional, layers, heads,
-                                     block_size, norms);
+                                     block_size, page_tokens, norms);
   check(norms, "norms", ScalarType::Float, {kAny}, norms);
   check(totals, "totals", ScalarType::Float, {requests.size(0), layers, kAny}, norms);
   work.norms = out<float>(norms);
@@ -34,14 +34,14 @@ void value_norms(const Tensor& norms, const Tensor& totals, std::vector<Tensor> 
 void defend(const Tensor& scores, const Tensor& shares, const Tensor& means, const Tensor& peaks,
             const Tensor& norms, const Tensor& totals, std::vector<Tensor> kept, int64_t window,
             int64_t max_columns, const Tensor& requests, const Tensor& head_indptr,
-            const Tensor& old_store, const Tensor& positional) {
+            const Tensor& old_store, const Tensor& positional, int64_t block_size) {
   const Launch launch(scores);
   check_sizes(head_indptr, "head_indptr", {kAny, kAny, kAny});
   const int64_t layers = head_indptr.size(0), heads = head_indptr.size(2) - 1;
   Defend work{};
   work.kept = check_kept<const float>(kept, layers, 1, scores);
   const Candidates candidates = check_candidates(requests, head_indptr, old_store, positional,
-                                                 layers, heads, kept[0].size(1), scores);
+                                                 layers, heads, block_size, kept[0].size(1), scores);
   work.reach = check_reach(means, peaks, window, candidates, requests.size(0), layers, scores);
   check(scores, "scores", ScalarType::Float, {kAny}, scores);
   check(shares, "shares", ScalarType::Float, {scores.numel()}, scores);

@@ -50,14 +50,14 @@ static __global__ void norm_kernel(const __grid_constant__ Norms work) {
     tokens = head.tail_pages * head.block_size;
     KVEVICT_ASSERT(tokens <= work.width);
     KVEVICT_ASSERT(head.first_column + head.candidates() <= work.num_norms);
-    const int store_columns = head.store_pages * head.block_size;
+    const int store_columns = head.store_columns;
     if (first >= tokens) continue;
     const unsigned char* values[kNormTokens];
     float sums[kNormTokens] = {};
 #pragma unroll
     for (int j = 0; j < kNormTokens; ++j) {
-      const int column = store_columns + (first + j < tokens ? first + j : tokens - 1);
-      values[j] = cache + head.slot(column) * work.slot_bytes + work.value_offset;
+      const int64_t slot = head.tail_slot(first + j < tokens ? first + j : tokens - 1);
+      values[j] = cache + slot * work.slot_bytes + work.value_offset;
     }
     for (int at = lane * 8; at < work.value_bytes; at += kWarp * 8) {
       uint2 words[kNormTokens];
@@ -101,7 +101,7 @@ static __global__ void defend_kernel(const __grid_constant__ Defend work) {
   const int64_t row = blockIdx.x / work.chunks;
   const int layer = row / heads % layers, request = row / heads / layers;
   const Head head = find_head(candidates, request, layer, row % heads, work.reach.window);
-  const int count = head.candidates(), store_columns = head.store_pages * head.block_size;
+  const int count = head.candidates(), store_columns = head.store_columns;
   const int64_t protect = candidates.requests[request].protect_first;
   KVEVICT_ASSERT(head.first_column + count <= work.num_scores);
   KVEVICT_ASSERT(count <= work.chunks * kChunk);
@@ -111,7 +111,7 @@ static __global__ void defend_kernel(const __grid_constant__ Defend work) {
   for (int column = chunk * kChunk + threadIdx.x; column < end; column += blockDim.x) {
     const int64_t at = head.first_column + column;
     const float share = column < store_columns
-                            ? work.kept.at[layer][head.slot(column) * work.stride]
+                            ? work.kept.at[layer][head.stored_slot(column) * work.stride]
                             : share_of(work.norms[at], totals[column - store_columns]);
     const float score = nan_max(peak_of(work.reach, head, column), mean) * share;
     work.scores[at] = column < protect ? kProtected : score;

@@ -24,7 +24,7 @@ struct Norms {
 };
 
 struct Defend {
-  Layers<const float> kept;  // [blocks * H, block_size, stride] each: shares of the stores' tokens
+  Layers<const float> kept;  // [blocks * H, page_tokens, stride] each: shares of the stores' tokens
   Reach reach;
   float* scores;          // flat, candidates only
   float* shares;          // likewise

@@ -7,7 +7,8 @@ namespace kvevict {
 
 void keep_page_values(std::vector<Tensor> kept, const Tensor& numbers, const Tensor& columns,
                       const Tensor& pages, const Tensor& store, const Tensor& requests,
-                      const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional) {
+                      const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional,
+                      int64_t block_size) {
   const Launch launch(numbers);
   check_sizes(head_indptr, "head_indptr", {kAny, kAny, kAny});
   check(numbers, "numbers", ScalarType::Float, {kAny, kAny}, numbers);
@@ -15,7 +16,7 @@ void keep_page_values(std::vector<Tensor> kept, const Tensor& numbers, const Ten
   Keep work{};
   work.kept = check_kept<float>(kept, layers, numbers.size(0), numbers);
   work.candidates = check_candidates(requests, head_indptr, old_store, positional, layers, heads,
-                                     kept[0].size(1), numbers);
+                                     block_size, kept[0].size(1), numbers);
   check(columns, "columns", ScalarType::Int, {kAny}, numbers);
   check(pages, "pages", ScalarType::Int, {requests.size(0), layers, heads}, numbers);
   check(store, "store", ScalarType::Int, {requests.size(0), kAny}, numbers);

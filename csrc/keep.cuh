@@ -13,8 +13,8 @@ constexpr int kKeepThreads = 128;
 static __global__ void keep_kernel(const __grid_constant__ Keep work) {
   StorePage page;
   if (!find_store_page(work, 0, work.num_layers, &page)) return;
-  float* target = work.kept.at[page.layer] + page.target * work.candidates.block_size * work.stride;
-  for (int i = threadIdx.x; i < work.candidates.block_size; i += blockDim.x) {
+  float* target = work.kept.at[page.layer] + page.target * work.candidates.page_tokens * work.stride;
+  for (int i = threadIdx.x; i < work.candidates.page_tokens; i += blockDim.x) {
     KVEVICT_ASSERT(page.columns[i] >= 0 && page.columns[i] < page.head.candidates());
     const int64_t from = page.head.first_column + page.columns[i];
     KVEVICT_ASSERT(from < work.num_numbers);

@@ -10,7 +10,7 @@
 namespace kvevict {
 
 struct Keep {
-  Layers<float> kept;  // [blocks * H, block_size, stride] each
+  Layers<float> kept;  // [blocks * H, page_tokens, stride] each
   Candidates candidates;
   const float* numbers;    // [channels, num_numbers] flat, as scores
   const int32_t* columns;  // as compact takes them, and the three below

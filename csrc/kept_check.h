@@ -9,7 +9,7 @@
 
 namespace kvevict {
 
-// [pages, block_size, numbers] of every layer; at least `channels` numbers a token.
+// [pages, page_tokens, numbers] of every layer; at least `channels` numbers a token.
 template <typename Number>
 Layers<Number> check_kept(const std::vector<Tensor>& kept, int64_t layers, int64_t channels,
                           const Tensor& first) {

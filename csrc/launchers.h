@@ -20,69 +20,80 @@ int64_t cuda_serves();
 
 void compact(std::vector<Tensor> caches, const Tensor& columns, const Tensor& pages,
              const Tensor& store, const Tensor& requests, const Tensor& head_indptr,
-             const Tensor& old_store, const Tensor& positional, const Tensor& staging);
+             const Tensor& old_store, const Tensor& positional, const Tensor& staging,
+             int64_t page_tokens, int64_t key_bits, int64_t value_bits, std::vector<int64_t> signs,
+             std::vector<double> key_scales, std::vector<double> value_scales);
 
 void select(const Tensor& columns, const Tensor& scores, const Tensor& start, const Tensor& length,
-            const Tensor& pages, const Tensor& first_kept, int64_t block_size);
+            const Tensor& pages, const Tensor& first_kept, int64_t page_tokens);
 
 void allocate(const Tensor& pages, const Tensor& keys, const Tensor& other, const Tensor& gains,
               const Tensor& scores, const Tensor& start, const Tensor& length, const Tensor& caps,
-              const Tensor& store_blocks, int64_t block_size, double floor);
+              const Tensor& store_blocks, int64_t page_tokens, double floor);
 
 void allocate_shares(const Tensor& pages, const Tensor& gains, const Tensor& shares,
                      const Tensor& start, const Tensor& caps, const Tensor& store_blocks,
-                     int64_t block_size);
+                     int64_t page_tokens);
 
 void rows(const Tensor& start, const Tensor& length, const Tensor& caps, const Tensor& first_kept,
           const Tensor& store_blocks, const Tensor& requests, const Tensor& head_indptr,
-          int64_t block_size);
+          int64_t block_size, int64_t page_tokens);
 
 void window_lse(const Tensor& lse, const Tensor& partial, std::vector<Tensor> caches,
                 std::vector<Tensor> rings, std::vector<double> scales, double softcap,
                 int64_t window, int64_t max_columns, const Tensor& requests,
-                const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional);
+                const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional,
+                int64_t page_tokens, int64_t key_bits, int64_t value_bits, std::vector<int64_t> signs);
 
 void column_sums(const Tensor& sums, const Tensor& lse, std::vector<Tensor> caches,
                  std::vector<Tensor> rings, std::vector<double> scales, double softcap,
                  int64_t window, int64_t max_columns, const Tensor& requests,
-                 const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional);
+                 const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional,
+                int64_t page_tokens, int64_t key_bits, int64_t value_bits, std::vector<int64_t> signs);
 
 void window_peaks(const Tensor& sums, const Tensor& lse, std::vector<Tensor> caches,
                   std::vector<Tensor> rings, std::vector<double> scales, double softcap,
                   int64_t window, int64_t max_columns, const Tensor& requests,
-                  const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional);
+                  const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional,
+                int64_t page_tokens, int64_t key_bits, int64_t value_bits, std::vector<int64_t> signs);
 
 void pool(const Tensor& scores, const Tensor& sums, const Tensor& requests,
-          const Tensor& head_indptr, int64_t block_size, int64_t window, int64_t max_columns,
-          double factor, int64_t kernel, bool average);
+          const Tensor& head_indptr, int64_t block_size, int64_t page_tokens, int64_t window,
+          int64_t max_columns, double factor, int64_t kernel, bool average);
 
 void value_norms(const Tensor& norms, const Tensor& totals, std::vector<Tensor> caches,
                  const Tensor& requests, const Tensor& head_indptr, const Tensor& old_store,
-                 const Tensor& positional);
+                 const Tensor& positional,
+                int64_t page_tokens);
 
 void defend(const Tensor& scores, const Tensor& shares, const Tensor& means, const Tensor& peaks,
             const Tensor& norms, const Tensor& totals, std::vector<Tensor> kept, int64_t window,
             int64_t max_columns, const Tensor& requests, const Tensor& head_indptr,
-            const Tensor& old_store, const Tensor& positional);
+            const Tensor& old_store, const Tensor& positional,
+                int64_t block_size);
 
 void keep_page_values(std::vector<Tensor> kept, const Tensor& numbers, const Tensor& columns,
                       const Tensor& pages, const Tensor& store, const Tensor& requests,
-                      const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional);
+                      const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional,
+                int64_t block_size);
 
 void probe_keys(const Tensor& parts, const Tensor& norms, const Tensor& totals,
                 std::vector<Tensor> caches, const Tensor& weights, const Tensor& ages,
                 std::vector<Tensor> rotary, bool interleaved, int64_t width, const Tensor& requests,
-                const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional);
+                const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional,
+                int64_t page_tokens);
 
 void probe_networks(const Tensor& parts, const Tensor& norms, const Tensor& totals,
                     std::vector<Tensor> caches, const Tensor& weights, const Tensor& shares,
                     std::vector<Tensor> rotary, bool interleaved, const Tensor& requests,
-                    const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional);
+                    const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional,
+                int64_t page_tokens);
 
 void probe_scores(const Tensor& scores, const Tensor& parts, const Tensor& means,
                   const Tensor& peaks, const Tensor& norms, const Tensor& totals,
                   const Tensor& window_weights, std::vector<Tensor> kept, int64_t window,
                   int64_t max_columns, const Tensor& requests, const Tensor& head_indptr,
-                  const Tensor& old_store, const Tensor& positional);
+                  const Tensor& old_store, const Tensor& positional,
+                int64_t block_size);
 
 }  // namespace kvevict

@@ -31,7 +31,7 @@ __device__ inline ChunkTile chunk_tile(const Score& work, int size, int halo = 0
   const Request& due = work.candidates.requests[request];
   tile.keys = {work.caches.at[tile.layer],
                 find_head(work.candidates, request, tile.layer, head, work.window),
-                work.slot_bytes, work.stored};
+                work.slot_bytes, work.stored, &work.packed};
   tile.queries = {work.rings.at[tile.layer],
                    due.ring, due.num_tokens, work.window, work.group, work.group * heads, head};
   const int columns = tile.keys.head.columns;
@@ -65,7 +65,7 @@ struct OnlineSoftmax {
 // The main loop: goes through the columns of the chunk in tiles of keys. `on_logits(first, key, logits)`
 // gets the logits of a lane's rows with columns `first + key` and the next, in powers of two and not
 // masked; `epilogue(first)` follows a tile of keys, behind a barrier.
-template <typename T, int D, typename OnLogits, typename Epilogue>
+template <typename T, int D, bool kPacked, typename OnLogits, typename Epilogue>
 __device__ void main_loop(const Score& work, const ChunkTile& tile, int first_row,
                           OnLogits on_logits, Epilogue epilogue) {
   using Shape = Tile<T, D>;
@@ -81,11 +81,11 @@ __device__ void main_loop(const Score& work, const ChunkTile& tile, int first_ro
   // A warp without rows only helps to load.
   const int keys_taken = first_row < tile.queries.rows() ? Shape::kKeys : 0;
 
-  load_tile<T, D>(tile.keys, tile.first, tiles, 0);
+  load_tile<T, D, kPacked>(tile.keys, tile.first, tiles, 0);
   int stage = 0;
   for (int first = tile.first; first < tile.last; first += Shape::kKeys) {
     if (first + Shape::kKeys < tile.last) {
-      load_tile<T, D>(tile.keys, first + Shape::kKeys, tiles, stage ^ 1);
+      load_tile<T, D, kPacked>(tile.keys, first + Shape::kKeys, tiles, stage ^ 1);
     } else {
       commit_copies();
     }

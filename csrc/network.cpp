@@ -8,12 +8,13 @@ namespace kvevict {
 void probe_networks(const Tensor& parts, const Tensor& norms, const Tensor& totals,
                     std::vector<Tensor> caches, const Tensor& weights, const Tensor& shares,
                     std::vector<Tensor> rotary, bool interleaved, const Tensor& requests,
-                    const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional) {
+                    const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional,
+                    int64_t page_tokens) {
   const Launch launch(parts);
   check_sizes(totals, "totals", {kAny, kAny, kAny});
   Networks work{};
   work.keys = check_tail_keys(caches, interleaved, totals.size(2), requests, head_indptr, old_store,
-                              positional, parts);
+                              positional, page_tokens, parts);
   const int64_t layers = work.keys.num_layers, heads = work.keys.candidates.num_heads;
   check(parts, "parts", ScalarType::Float, {kAny, kAny}, parts);
   check_among(parts.size(0), "parts", {1, 2});

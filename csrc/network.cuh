@@ -94,9 +94,9 @@ static __global__ void __launch_bounds__(kNetworkThreads, kNetworkBlocks) networ
   KVEVICT_ASSERT(head.first_column + head.candidates() <= work.num_parts);
   if (first >= tokens) return;
   // All tokens of the warp are there, and in one page.
-  const int column = head.store_pages * head.block_size + first;
+  const int column = head.store_columns + first;
   const int64_t at = head.first_column + column;
-  const unsigned char* slots = keys.caches.at[layer] + head.slot(column) * keys.slot_bytes;
+  const unsigned char* slots = keys.caches.at[layer] + head.tail_slot(first) * keys.slot_bytes;
   const int64_t position = keys.candidates.requests[request].old_tail_start + first;
   float* staged = reinterpret_cast<float*>(shared_memory()) + warp * kNetworkTokens * (size + 2);
   float* lengths = staged + kNetworkTokens * size;

@@ -18,7 +18,7 @@ __device__ inline Pair shuffle(Pair pair, int lane) {
   return {__shfl_sync(kAllLanes, pair.low, lane), __shfl_sync(kAllLanes, pair.high, lane)};
 }
 
-template <typename T, int D>
+template <typename T, int D, bool kPacked>
 __global__ void __launch_bounds__(kScoreWarps* kWarp, 2) peak_kernel(const __grid_constant__ Score work) {
   using Shape = Tile<T, D>;
   const ChunkTile tile = chunk_tile(work, kPeakChunk, kStep);
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kScoreWarps* kWarp, 2) peak_kernel(const __gri
   }
   float* target = work.sums + blockIdx.y * work.num_sums + tile.keys.head.first_sum;
   KVEVICT_ASSERT(tile.keys.head.first_sum + wanted <= work.num_sums);
-  main_loop<T, D>(
+  main_loop<T, D, kPacked>(
       work, tile, first_row,
       [&](int first, int key, const float(&logits)[Shape::kRowBlocks][4]) {
         const int column = first + key;

@@ -6,8 +6,8 @@
 namespace kvevict {
 
 void pool(const Tensor& scores, const Tensor& sums, const Tensor& requests,
-          const Tensor& head_indptr, int64_t block_size, int64_t window, int64_t max_columns,
-          double factor, int64_t kernel, bool average) {
+          const Tensor& head_indptr, int64_t block_size, int64_t page_tokens, int64_t window,
+          int64_t max_columns, double factor, int64_t kernel, bool average) {
   const Launch launch(scores);
   STD_TORCH_CHECK(kernel >= 1 && kernel % 2 == 1,
                   "pooling kernel must be odd and at least 1, not ", kernel);
@@ -17,7 +17,7 @@ void pool(const Tensor& scores, const Tensor& sums, const Tensor& requests,
   const int64_t layers = head_indptr.size(0), heads = head_indptr.size(2) - 1;
   Pool work{};
   // Pages play no part: columns are counted, not looked up.
-  work.candidates = check_split(requests, head_indptr, layers, heads, block_size, scores);
+  work.candidates = check_split(requests, head_indptr, layers, heads, block_size, page_tokens, scores);
   work.scores = out<float>(scores);
   work.sums = in<float>(sums);
   work.num_scores = scores.numel();

@@ -9,11 +9,12 @@ namespace kvevict {
 void probe_keys(const Tensor& parts, const Tensor& norms, const Tensor& totals,
                 std::vector<Tensor> caches, const Tensor& weights, const Tensor& ages,
                 std::vector<Tensor> rotary, bool interleaved, int64_t width, const Tensor& requests,
-                const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional) {
+                const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional,
+                int64_t page_tokens) {
   const Launch launch(parts);
   ProbeKeys work{};
   work.keys = check_tail_keys(caches, interleaved, width, requests, head_indptr, old_store, positional,
-                              parts);
+                              page_tokens, parts);
   const int64_t layers = work.keys.num_layers, heads = work.keys.candidates.num_heads;
   const int64_t columns = work.keys.head_size + kProbeRest;
   check_sizes(weights, "weights", {layers, heads, kAny, columns});
@@ -44,7 +45,7 @@ void probe_scores(const Tensor& scores, const Tensor& parts, const Tensor& means
                   const Tensor& peaks, const Tensor& norms, const Tensor& totals,
                   const Tensor& window_weights, std::vector<Tensor> kept, int64_t window,
                   int64_t max_columns, const Tensor& requests, const Tensor& head_indptr,
-                  const Tensor& old_store, const Tensor& positional) {
+                  const Tensor& old_store, const Tensor& positional, int64_t block_size) {
   const Launch launch(scores);
   check_sizes(head_indptr, "head_indptr", {kAny, kAny, kAny});
   const int64_t layers = head_indptr.size(0), heads = head_indptr.size(2) - 1;
@@ -53,7 +54,7 @@ void probe_scores(const Tensor& scores, const Tensor& parts, const Tensor& means
   ProbeScores work{};
   work.kept = check_kept<const float>(kept, layers, channels, scores);
   const Candidates candidates = check_candidates(requests, head_indptr, old_store, positional,
-                                                 layers, heads, kept[0].size(1), scores);
+                                                 layers, heads, block_size, kept[0].size(1), scores);
   work.reach = check_reach(means, peaks, window, candidates, requests.size(0), layers, scores);
   if (peaks.size(0) == 0) work.reach.peaks = nullptr;
   STD_TORCH_CHECK(channels > 1 || work.reach.peaks == nullptr, "a window joins the second of two ",

@@ -125,13 +125,13 @@ static __global__ void __launch_bounds__(kProbeThreads) probe_key_kernel(const _
   for (int index = 0; index < heads && mine > 0; ++index) {
     const Head head = find_head(keys.candidates, request, layer, index);
     KVEVICT_ASSERT(head.first_column + head.candidates() <= work.num_parts);
-    const int store_columns = head.store_pages * head.block_size;
+    const int store_columns = head.store_columns;
     const unsigned char* slots[kTokens];
     ProbeSums<kProbes> sums[kTokens] = {};
 #pragma unroll
     for (int j = 0; j < kTokens; ++j) {
-      const int column = store_columns + first + (j < mine ? j : mine - 1);
-      slots[j] = keys.caches.at[layer] + head.slot(column) * keys.slot_bytes;
+      const int64_t slot = head.tail_slot(first + (j < mine ? j : mine - 1));
+      slots[j] = keys.caches.at[layer] + slot * keys.slot_bytes;
     }
     const int stride = keys.head_size + kProbeRest;
     const float* weights =
@@ -185,7 +185,7 @@ static __global__ void probe_score_kernel(const __grid_constant__ ProbeScores wo
   const int64_t row = blockIdx.x / work.chunks;
   const int layer = row / heads % layers, request = row / heads / layers;
   const Head head = find_head(candidates, request, layer, row % heads, work.reach.window);
-  const int count = head.candidates(), store_columns = head.store_pages * head.block_size;
+  const int count = head.candidates(), store_columns = head.store_columns;
   const int64_t protect = candidates.requests[request].protect_first;
   KVEVICT_ASSERT(head.first_column + count <= work.num_scores);
   KVEVICT_ASSERT(count <= work.chunks * kChunk);
@@ -198,7 +198,7 @@ static __global__ void probe_score_kernel(const __grid_constant__ ProbeScores wo
     const int64_t at = head.first_column + column;
     float score;
     if (column < store_columns) {
-      const float* kept = work.kept.at[layer] + head.slot(column) * work.stride;
+      const float* kept = work.kept.at[layer] + head.stored_slot(column) * work.stride;
       for (int c = 0; c < work.channels; ++c) {
         work.parts[c * work.num_scores + at] = kept[c];
       }

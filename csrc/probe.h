@@ -31,7 +31,7 @@ struct ProbeKeys {
 };
 
 struct ProbeScores {
-  Layers<const float> kept;  // [blocks * H, block_size, stride] each: parts of the stores' tokens
+  Layers<const float> kept;  // [blocks * H, page_tokens, stride] each: parts of the stores' tokens
   Reach reach;               // without peaks: no window is joined
   float* scores;               // flat, candidates only
   float* parts;                // [channels, num_scores], to be completed

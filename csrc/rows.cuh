@@ -19,11 +19,12 @@ static __global__ void rows_kernel(const __grid_constant__ Rows work) {
   const Head head = find_head(work.candidates, request, layer, index);
   work.start[row] = head.first_column;
   work.length[row] = head.candidates();
-  work.caps[row] = head.store_pages + head.tail_pages;
+  const int tail = head.tail_pages << head.block_shift;
+  work.caps[row] = head.store_pages + tail / head.page_tokens;
   if (index > 0) return;
   const Request& due = work.candidates.requests[request];
   work.first_kept[layer_row] =
-      due.first_kept + layer * due.store_blocks * heads * work.candidates.block_size;
+      due.first_kept + layer * due.store_blocks * heads * work.candidates.page_tokens;
   work.store_blocks[layer_row] = static_cast<int32_t>(due.store_blocks);
 }
 

@@ -1,5 +1,6 @@
 #include "candidates_check.h"
 #include "launchers.h"
+#include "packed_check.h"
 #include "score.h"
 
 namespace kvevict {
@@ -16,11 +17,17 @@ Stored stored_as(const Tensor& cache, const Tensor& ring) {
   return Stored::kAsQueries;
 }
 
+// What stores are, as the operations take it.
+struct Format {
+  int64_t page_tokens, key_bits, value_bits;
+  const std::vector<int64_t>& signs;
+};
+
 // What all passes share.
 Score check_score(Pass pass, const std::vector<Tensor>& caches, const std::vector<Tensor>& rings,
                   const std::vector<double>& scales, double softcap, int64_t window,
                   int64_t max_columns, const Tensor& requests, const Tensor& head_indptr,
-                  const Tensor& old_store, const Tensor& positional) {
+                  const Tensor& old_store, const Tensor& positional, const Format& format) {
   Score work{};
   work.caches = check_caches<const unsigned char>(caches, requests);
   const int64_t layers = caches.size(), heads = caches[0].size(1), block_size = caches[0].size(2);
@@ -46,8 +53,15 @@ Score check_score(Pass pass, const std::vector<Tensor>& caches, const std::vecto
                   "a slot of a head must be a multiple of 16 bytes and hold a key, not ", slot,
                   " bytes");
   work.candidates = check_candidates(requests, head_indptr, old_store, positional, layers, heads,
-                                     block_size, requests);
+                                     block_size, format.page_tokens, requests);
   work.stored = stored_as(caches[0], ring);
+  work.packed = check_packed(format.page_tokens, head_size, format.key_bits, format.value_bits,
+                             format.signs, block_size * slot);
+  STD_TORCH_CHECK(format.key_bits == 0 || work.stored == Stored::kAsQueries,
+                  "packed stores are scored beside caches of the dtype of the rings");
+  STD_TORCH_CHECK(format.key_bits > 0 || format.page_tokens == block_size,
+                  "pages of a store that is not packed hold ", block_size, " tokens, not ",
+                  format.page_tokens);
   work.softcap = static_cast<float>(softcap);
   work.num_layers = narrow(layers, "layers");
   work.group = narrow(ring.size(1) / heads, "query heads of a KV head");
@@ -74,10 +88,11 @@ void run(const Score& work, Pass pass, const Tensor& ring, int64_t heads, Stream
 void second_pass(Pass pass, const Tensor& sums, const Tensor& lse, const std::vector<Tensor>& caches,
                  const std::vector<Tensor>& rings, const std::vector<double>& scales, double softcap,
                  int64_t window, int64_t max_columns, const Tensor& requests,
-                 const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional) {
+                 const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional,
+                 const Format& format) {
   const Launch launch(sums);
   Score work = check_score(pass, caches, rings, scales, softcap, window, max_columns, requests,
-                           head_indptr, old_store, positional);
+                           head_indptr, old_store, positional, format);
   const int64_t due = requests.size(0), layers = work.num_layers, heads = work.candidates.num_heads;
   const int64_t rows = static_cast<int64_t>(work.group) * work.window;
   const int groups = query_groups(narrow(rows, "rows"), narrow(rings[0].size(2), "head size"));
@@ -95,10 +110,12 @@ void second_pass(Pass pass, const Tensor& sums, const Tensor& lse, const std::ve
 void window_lse(const Tensor& lse, const Tensor& partial, std::vector<Tensor> caches,
                 std::vector<Tensor> rings, std::vector<double> scales, double softcap,
                 int64_t window, int64_t max_columns, const Tensor& requests,
-                const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional) {
+                const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional,
+                int64_t page_tokens, int64_t key_bits, int64_t value_bits, std::vector<int64_t> signs) {
   const Launch launch(lse);
   Score work = check_score(Pass::kLse, caches, rings, scales, softcap, window, max_columns, requests,
-                           head_indptr, old_store, positional);
+                           head_indptr, old_store, positional,
+                           {page_tokens, key_bits, value_bits, signs});
   const int64_t due = requests.size(0), layers = work.num_layers, heads = work.candidates.num_heads;
   const int64_t rows = static_cast<int64_t>(work.group) * work.window;
   check(lse, "lse", ScalarType::Float, {due, layers, heads, rows}, requests);
@@ -113,17 +130,19 @@ void window_lse(const Tensor& lse, const Tensor& partial, std::vector<Tensor> ca
 void column_sums(const Tensor& sums, const Tensor& lse, std::vector<Tensor> caches,
                  std::vector<Tensor> rings, std::vector<double> scales, double softcap,
                  int64_t window, int64_t max_columns, const Tensor& requests,
-                 const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional) {
+                 const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional,
+                int64_t page_tokens, int64_t key_bits, int64_t value_bits, std::vector<int64_t> signs) {
   second_pass(Pass::kColumns, sums, lse, caches, rings, scales, softcap, window, max_columns, requests,
-              head_indptr, old_store, positional);
+              head_indptr, old_store, positional, {page_tokens, key_bits, value_bits, signs});
 }
 
 void window_peaks(const Tensor& sums, const Tensor& lse, std::vector<Tensor> caches,
                   std::vector<Tensor> rings, std::vector<double> scales, double softcap,
                   int64_t window, int64_t max_columns, const Tensor& requests,
-                  const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional) {
+                  const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional,
+                int64_t page_tokens, int64_t key_bits, int64_t value_bits, std::vector<int64_t> signs) {
   second_pass(Pass::kPeaks, sums, lse, caches, rings, scales, softcap, window, max_columns, requests,
-              head_indptr, old_store, positional);
+              head_indptr, old_store, positional, {page_tokens, key_bits, value_bits, signs});
 }
 
 }  // namespace kvevict

@@ -9,7 +9,7 @@
 
 namespace kvevict {
 
-template <typename T, int D>
+template <typename T, int D, bool kPacked>
 __global__ void __launch_bounds__(kScoreWarps* kWarp) lse_kernel(const __grid_constant__ Score work) {
   using Shape = Tile<T, D>;
   const ChunkTile tile = chunk_tile(work, kChunk);
@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kScoreWarps* kWarp) lse_kernel(const __grid_co
   for (int block = 0; block < Shape::kRowBlocks; ++block) {
     softmax[block][0] = softmax[block][1] = {-INFINITY, 0.0f};
   }
-  main_loop<T, D>(
+  main_loop<T, D, kPacked>(
       work, tile, first_row,
       [&](int first, int key, const float(&logits)[Shape::kRowBlocks][4]) {
 #pragma unroll
@@ -72,7 +72,7 @@ static __global__ void merge_kernel(const __grid_constant__ Score work) {
   }
 }
 
-template <typename T, int D>
+template <typename T, int D, bool kPacked>
 __global__ void __launch_bounds__(kScoreWarps* kWarp) column_kernel(const __grid_constant__ Score work) {
   using Shape = Tile<T, D>;
   const ChunkTile tile = chunk_tile(work, kChunk);
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kScoreWarps* kWarp) column_kernel(const __grid
   const int wanted = tile.keys.head.summed(work.window);
   float* target = work.sums + blockIdx.y * work.num_sums + tile.keys.head.first_sum;
   KVEVICT_ASSERT(tile.keys.head.first_sum + wanted <= work.num_sums);
-  main_loop<T, D>(
+  main_loop<T, D, kPacked>(
       work, tile, first_row,
       [&](int first, int key, const float(&logits)[Shape::kRowBlocks][4]) {
         float sum[2] = {0.0f, 0.0f};
@@ -141,20 +141,28 @@ struct ScoreShape {
   }
 };
 
-template <typename T, int D>
+template <typename T, int D, bool kPacked>
 void launch_lse(const Score& work, int64_t heads, Stream stream) {
   const ScoreShape<T, D> shape(work.group * work.window);
-  launch(lse_kernel<T, D>, heads * work.chunks, shape.groups, shape.warps * kWarp, shape.shared,
+  launch(lse_kernel<T, D, kPacked>, heads * work.chunks, shape.groups, shape.warps * kWarp, shape.shared,
          stream, work);
   launch(merge_kernel, heads, 1, kMergeThreads, 0, stream, work);
 }
 
+template <typename T, int D, bool kPacked>
+void launch_pass_of(const Score& work, Pass pass, int64_t heads, Stream stream) {
+  if (pass == Pass::kLse) return launch_lse<T, D, kPacked>(work, heads, stream);
+  const ScoreShape<T, D> shape(work.group * work.window);
+  const auto kernel =
+      pass == Pass::kColumns ? column_kernel<T, D, kPacked> : peak_kernel<T, D, kPacked>;
+  launch(kernel, heads * work.chunks, shape.groups, shape.warps * kWarp, shape.shared, stream, work);
+}
+
+// Kernels of their own for packed stores: what unpacks keys takes registers.
 template <typename T, int D>
 void launch_pass(const Score& work, Pass pass, int64_t heads, Stream stream) {
-  if (pass == Pass::kLse) return launch_lse<T, D>(work, heads, stream);
-  const ScoreShape<T, D> shape(work.group * work.window);
-  const auto kernel = pass == Pass::kColumns ? column_kernel<T, D> : peak_kernel<T, D>;
-  launch(kernel, heads * work.chunks, shape.groups, shape.warps * kWarp, shape.shared, stream, work);
+  if (work.packed.key_bits > 0) return launch_pass_of<T, D, true>(work, pass, heads, stream);
+  launch_pass_of<T, D, false>(work, pass, heads, stream);
 }
 
 // One dtype a file: they compile side by side.

@@ -12,6 +12,7 @@
 #include "layers.h"
 #include "sizes.h"
 #include "numbers.h"
+#include "packed.h"
 
 namespace kvevict {
 
@@ -26,6 +27,7 @@ struct Score {
   float* sums;              // [query groups, columns of all requests before the windows]: or peaks
   int64_t num_sums;
   Stored stored;
+  Packed packed;            // of the stores; keys of the tail are then as queries
   float softcap;            // 0 for none
   int num_layers, group, window, slot_bytes, chunks;
 };

@@ -6,9 +6,9 @@
 namespace kvevict {
 
 void select(const Tensor& columns, const Tensor& scores, const Tensor& start, const Tensor& length,
-            const Tensor& pages, const Tensor& first_kept, int64_t block_size) {
+            const Tensor& pages, const Tensor& first_kept, int64_t page_tokens) {
   const Launch launch(columns);
-  STD_TORCH_CHECK(block_size >= 1, "block size must be at least 1, not ", block_size);
+  STD_TORCH_CHECK(page_tokens >= 1, "a page must hold at least 1 token, not ", page_tokens);
   check_sizes(pages, "pages", {kAny, kAny});
   const int64_t groups = pages.size(0), heads = pages.size(1);
   check(columns, "columns", ScalarType::Int, {kAny}, columns);
@@ -29,7 +29,7 @@ void select(const Tensor& columns, const Tensor& scores, const Tensor& start, co
   work.num_columns = columns.numel();
   work.num_groups = narrow(groups, "groups");
   work.num_heads = narrow(heads, "KV heads");
-  work.block_size = narrow(block_size, "block size");
+  work.page_tokens = narrow(page_tokens, "tokens of a page");
   launch_select(work, launch.stream());
   launch.check();
 }

@@ -23,10 +23,10 @@ static __global__ void __launch_bounds__(kSelectThreads) select_kernel(const __g
   SelectShared& shared = *reinterpret_cast<SelectShared*>(shared_memory());
   const int head = blockIdx.x % work.num_heads, group = blockIdx.x / work.num_heads;
   const int32_t* pages = work.pages + static_cast<int64_t>(group) * work.num_heads;
-  const int kept = pages[head] * work.block_size, length = work.length[blockIdx.x];
+  const int kept = pages[head] * work.page_tokens, length = work.length[blockIdx.x];
   const int64_t start = work.start[blockIdx.x];
   int64_t first = work.first_kept[group];
-  for (int i = 0; i < head; ++i) first += static_cast<int64_t>(pages[i]) * work.block_size;
+  for (int i = 0; i < head; ++i) first += static_cast<int64_t>(pages[i]) * work.page_tokens;
   KVEVICT_ASSERT(kept >= 0 && kept <= length);
   KVEVICT_ASSERT(start >= 0 && start + length <= work.num_scores);
   KVEVICT_ASSERT(first >= 0 && first + kept <= work.num_columns);

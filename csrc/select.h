@@ -16,7 +16,7 @@ struct Select {
   const int32_t* pages;       // [groups * H] pages each head keeps
   const int64_t* first_kept;  // [groups] where each group's kept columns begin
   int64_t num_scores, num_columns;
-  int num_groups, num_heads, block_size;
+  int num_groups, num_heads, page_tokens;
 };
 
 void launch_select(const Select& work, Stream stream);

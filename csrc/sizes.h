@@ -11,6 +11,7 @@ namespace kvevict {
 
 constexpr int kMaxLayers = 128;      // of a launch: their addresses are arguments
 constexpr int kMaxHeads = 1024;      // KV heads of a layer
+constexpr int kMaxPageTokens = 1024; // of a store's page
 constexpr int kChunk = 1024;         // columns that a block of score goes through
 constexpr int kStep = 8;             // columns that a warp multiplies at a time
 constexpr int kNeighbours = 5;       // columns that peaks are averaged over

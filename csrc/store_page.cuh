@@ -10,7 +10,7 @@ struct StorePage {
   Head head;
   int layer;
   int64_t target;          // physical page
-  const int32_t* columns;  // [block_size] candidates of the head that it will hold
+  const int32_t* columns;  // [page_tokens] candidates of the head that it will hold
 };
 
 // False for a page that a request with a smaller store does not have. `work` has the candidates,
@@ -18,7 +18,7 @@ struct StorePage {
 // The launch has `layers` of them, from `first_layer` on.
 template <typename Work>
 __device__ bool find_store_page(const Work& work, int first_layer, int layers, StorePage* page) {
-  const int heads = work.candidates.num_heads, bs = work.candidates.block_size;
+  const int heads = work.candidates.num_heads, size = work.candidates.page_tokens;
   const int flats = work.store_width * heads;
   const int flat = blockIdx.x % flats;
   const int layer = first_layer + blockIdx.x / flats % layers;
@@ -35,7 +35,7 @@ __device__ bool find_store_page(const Work& work, int first_layer, int layers, S
   const int64_t block = work.store[static_cast<int64_t>(request) * work.store_width + flat / heads];
   page->target = block * heads + flat % heads;
   KVEVICT_ASSERT(page->target >= 0 && page->target < work.num_pages);
-  page->columns = work.columns + due.first_kept + (layer * due.store_blocks * heads + flat) * bs;
+  page->columns = work.columns + due.first_kept + (layer * due.store_blocks * heads + flat) * size;
   return true;
 }
 

@@ -37,7 +37,7 @@ inline void check_rotary(const std::vector<Tensor>& rotary, TailKeys* keys, cons
 inline TailKeys check_tail_keys(const std::vector<Tensor>& caches, bool interleaved, int64_t width,
                                 const Tensor& requests, const Tensor& head_indptr,
                                 const Tensor& old_store, const Tensor& positional,
-                                const Tensor& first) {
+                                int64_t page_tokens, const Tensor& first) {
   TailKeys keys{};
   keys.caches = check_caches<const unsigned char>(caches, first);
   keys.element = element_of(caches[0]);
@@ -45,7 +45,7 @@ inline TailKeys check_tail_keys(const std::vector<Tensor>& caches, bool interlea
   check_among(size, "head size", {KVEVICT_HEAD_SIZES(KVEVICT_COMMA)});
   check_sizes(caches[0], "caches", {kAny, heads, kAny, 2 * size});
   keys.candidates = check_candidates(requests, head_indptr, old_store, positional, layers, heads,
-                                     caches[0].size(2), first);
+                                     caches[0].size(2), page_tokens, first);
   keys.head_size = narrow(size, "head size");
   keys.num_layers = narrow(layers, "layers");
   keys.slot_bytes = narrow(caches[0].size(3) * caches[0].element_size(), "bytes of a slot");

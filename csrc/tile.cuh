@@ -4,6 +4,7 @@
 #include "device.h"
 #include "fp8.cuh"
 #include "head.cuh"
+#include "packed.cuh"
 
 namespace kvevict {
 
@@ -33,9 +34,12 @@ struct Keys {
   Head head;
   int slot_bytes;
   Stored stored;
+  const Packed* packed;  // how the store's pages hold them, where kernels have kPacked
 
+  template <bool kPacked>
   __device__ const unsigned char* at(int column) const {
-    return cache + head.slot(column) * slot_bytes;
+    const int64_t slot = kPacked ? head.tail_slot(column - head.store_columns) : head.slot(column);
+    return cache + slot * slot_bytes;
   }
 };
 
@@ -54,14 +58,15 @@ __device__ void clear_padding(unsigned char* tile) {
 }
 
 // Starts to load the keys of columns `first` and following, up to the head's last, as the cache
-// stores them. Four lanes share a key, so that its page is looked up once for several pieces of 16
+// stores them, but for those of packed pages. Four lanes share a key, so that its page is looked up once for several pieces of 16
 // bytes.
-template <typename Shape, int kKeyBytes, int kRowBytes>
+template <typename Shape, int kKeyBytes, int kRowBytes, bool kPacked = false>
 __device__ void load_rows(const Keys& keys, int first, unsigned char* rows) {
   for (int i = threadIdx.x; i < Shape::kKeys * 4; i += blockDim.x) {
     const int key = i / 4, lane = i % 4 * 16;
     if (first + key >= keys.head.columns) continue;
-    const unsigned char* source = keys.at(first + key) + lane;
+    if (kPacked && first + key < keys.head.store_columns) continue;
+    const unsigned char* source = keys.at<kPacked>(first + key) + lane;
     unsigned char* target = rows + key * kRowBytes + lane;
 #pragma unroll
     for (int at = 0; at < kKeyBytes; at += 64) {
@@ -71,13 +76,54 @@ __device__ void load_rows(const Keys& keys, int first, unsigned char* rows) {
   commit_copies();
 }
 
-// A tile of keys for the `stage`-th buffer: of FP8 keys, for those behind the first tile.
+// Writes the keys of packed pages among the columns `first` and following. A warp takes a few keys at once.
 template <typename T, int D>
+__device__ void unpack_rows(const Keys& keys, int first, unsigned char* tile) {
+  using Shape = Tile<T, D>;
+  constexpr int kGroups = kScaleGroups<D>, kOfGroup = kEach<D> / kGroups, kKeysAtOnce = 2;
+  const Packed& format = *keys.packed;
+  const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
+  const int left = keys.head.store_columns - first, count = left < Shape::kKeys ? left : Shape::kKeys;
+  const int64_t page_bytes = static_cast<int64_t>(keys.slot_bytes) << keys.head.block_shift;
+  const int shift = format.value_plane > 0 ? 0 : format.value_bits;
+  const float middle = static_cast<float>((1 << format.key_bits) - 1) / 2;
+  for (int key = threadIdx.x / kWarp * kKeysAtOnce; key < count; key += warps * kKeysAtOnce) {
+    float x[kKeysAtOnce][kEach<D>];
+#pragma unroll
+    for (int j = 0; j < kKeysAtOnce; ++j) {
+      const int column = first + (key + j < count ? key + j : key);
+      const int index = keys.head.page_of(column), at = column - index * keys.head.page_tokens;
+      const unsigned char* page = keys.cache + keys.head.page(index) * page_bytes;
+      const uint16_t* scales = reinterpret_cast<const uint16_t*>(page + format.scale_plane) + at * 2 * kGroups;
+#pragma unroll
+      for (int i = 0; i < kEach<D>; ++i) {
+        const int d = i * kWarp + lane;
+        const float level = d < D ? static_cast<float>(page[at * D + d] >> shift) - middle : 0.0f;
+        x[j][i] = level * half_to_float(scales[i / kOfGroup]);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kKeysAtOnce; ++j) {
+      rotate_back<D>(format, x[j]);
+      T* row = reinterpret_cast<T*>(tile + (key + j) * Shape::kRowBytes);
+#pragma unroll
+      for (int i = 0; i < kEach<D>; ++i) {
+        const int d = i * kWarp + lane;
+        if (d < D && key + j < count) set_rounded(x[j][i], row + d);
+      }
+    }
+  }
+}
+
+// A tile of keys for the `stage`-th buffer: of FP8 keys, for those behind the first tile.
+template <typename T, int D, bool kPacked>
 __device__ void load_tile(const Keys& keys, int first, unsigned char* tiles, int stage) {
   using Shape = Tile<T, D>;
   if (keys.stored == Stored::kAsQueries) {
     constexpr int kKeyBytes = D * static_cast<int>(sizeof(T));
-    load_rows<Shape, kKeyBytes, Shape::kRowBytes>(keys, first, tiles + stage * Shape::kBytes);
+    unsigned char* tile = tiles + stage * Shape::kBytes;
+    load_rows<Shape, kKeyBytes, Shape::kRowBytes, kPacked>(keys, first, tile);
+    if constexpr (kPacked) unpack_rows<T, D>(keys, first, tile);
   } else {
     unsigned char* raw = tiles + Shape::kBytes + stage * Shape::kRawBytes;
     load_rows<Shape, D, D>(keys, first, raw);

@@ -241,13 +241,11 @@ inline void multiply_bfloat16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0
 
 using emulate::half_to_float;
 
-// For values that a half holds exactly, infinity and NaN.
 inline uint16_t half_bits(float value) {
-  const uint32_t word = __float_as_uint(value), sign = word >> 16 & 0x8000u;
-  const uint32_t magnitude = word & 0x7fffffffu;
-  uint32_t bits = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
-  if (magnitude < 0x7f800000u) bits = __float_as_uint(__uint_as_float(magnitude) * 0x1p-112f) >> 13;
-  return static_cast<uint16_t>(sign | bits);
+  const _Float16 half = static_cast<_Float16>(value);
+  uint16_t bits;
+  std::memcpy(&bits, &half, sizeof(bits));
+  return bits;
 }
 
 inline float exp2_fast(float value) { return __builtin_exp2f(value); }

@@ -188,7 +188,7 @@ void eviction_scene(Stored stored, Element element, int heads, int group, int ta
     work.scales[layer] = 1 / std::sqrt(static_cast<float>(D));
   }
   work.candidates = {due.data(), indptr.data(), old_store.data(), positional.data(), old_blocks,
-                     rows_of_state, heads, blocks_each, bs, 4};
+                     rows_of_state, heads, blocks_each, bs, 4, bs, inverse_of(bs)};
   work.stored = stored;
   work.softcap = softcap;
   work.num_layers = layers;
@@ -340,6 +340,7 @@ void eviction_scene(Stored stored, Element element, int heads, int group, int ta
   moving.store = target.data();
   moving.num_pages = static_cast<int64_t>(num_blocks) * heads;
   moving.slot_bytes = work.slot_bytes;
+  moving.page_bytes = bs * work.slot_bytes;
   moving.num_layers = layers;
   moving.store_width = store;
   moving.pass_layers = layers;

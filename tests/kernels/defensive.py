@@ -4,7 +4,7 @@ import torch
 from torch.nn import functional
 
 from tests.kernels.scene import Scene
-from tests.kernels.score import TOLERANCE, Case, candidates_of, layers_of
+from tests.kernels.score import Case, candidates_of, layers_of, tolerance
 from vllm_kvevict.ops.cuda.batch import Due
 from vllm_kvevict.ops.cuda.defensive import defensive_scores
 from vllm_kvevict.ops.cuda.score import WindowLayers
@@ -14,7 +14,7 @@ from vllm_kvevict.ops.torch.pages import candidate_grid
 def kept_of(scene: Scene, channels: int = 1) -> list[torch.Tensor]:
     """Numbers beside every slot of every layer; NaN where none was written."""
     shape = scene.shape
-    sizes = (scene.num_blocks * shape.heads, shape.block_size, channels)
+    sizes = (scene.num_blocks * shape.heads, shape.page_tokens, channels)
     kept = [torch.rand(sizes, generator=scene.generator) for _ in range(shape.layers)]
     stores = {block for due in scene.due for block in scene.store(due).tolist()}
     for layer in kept:
@@ -57,7 +57,7 @@ def expected(
     scene: Scene, case: Case, layers: WindowLayers, kept: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores and shares [batch.columns], in the flat layout."""
-    shape, bs = case.shape, case.shape.block_size
+    shape, size = case.shape, case.shape.page_tokens
     scores, shares = [], []
     for due in scene.due:
         for layer in range(shape.layers):
@@ -71,7 +71,7 @@ def expected(
             both = torch.cat([stored, share], 1)
             product = peaks[:, : both.shape[1]] * both
             for head in range(shape.heads):
-                first = int(padding[layer, head]) * bs
+                first = int(padding[layer, head]) * size
                 mine = product[head, first:].clone()
                 mine[: due.protect_first] = 1e30
                 scores.append(mine)
@@ -86,12 +86,12 @@ def check_scores(device: str, case: Case) -> None:
     scores, shares = defensive_scores(scene.batch, layers, kept, lambda totals: totals)
     wanted, wanted_shares = expected(scene, case, layers, kept)
     torch.testing.assert_close(shares.cpu(), wanted_shares, rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(scores.cpu(), wanted, **TOLERANCE)
+    torch.testing.assert_close(scores.cpu(), wanted, **tolerance(case))
     # Another rank with the same norms halves what is measured, and nothing that is remembered.
     _, halved = defensive_scores(scene.batch, layers, kept, lambda totals: totals * 2)
     remembered = torch.isclose(halved.cpu(), shares.cpu())
     assert torch.allclose(halved.cpu()[~remembered], shares.cpu()[~remembered] / 2)
-    stored = sum(int(scene.indptr(due)[:, -1].sum()) * case.shape.block_size for due in scene.due)
+    stored = sum(int(scene.indptr(due)[:, -1].sum()) * case.shape.page_tokens for due in scene.due)
     assert int(remembered.sum()) == stored
 
 

@@ -11,7 +11,7 @@ from vllm_kvevict.ops.cuda.token_stats import keep_page_values
 def check_keep(device: str, case: Case, made: int, channels: int) -> None:
     """``made`` numbers of each token, of ``channels`` beside it; heads keep their last pages."""
     scene = Scene(case.shape, device, seed=2)
-    shape, bs = case.shape, case.shape.block_size
+    shape, size = case.shape, case.shape.page_tokens
     kept = kept_of(scene, channels)
     numbers = torch.rand(made, scene.batch.columns, generator=scene.generator)
     # Every head keeps as many pages as the store has blocks: the last that it has.
@@ -20,14 +20,14 @@ def check_keep(device: str, case: Case, made: int, channels: int) -> None:
     for due in scene.due:
         for layer in range(shape.layers):
             for head in range(shape.heads):
-                cap = int(scene.caps(due)[layer, head]) * bs
-                count = len(due.store) * bs
+                cap = int(scene.columns(due)[layer, head])
+                count = len(due.store) * size
                 columns += list(range(cap - count, cap))
                 for index in range(len(due.store)):
                     flat = head * len(due.store) + index
                     page = due.store[flat // shape.heads] * shape.heads + flat % shape.heads
-                    at = first + cap - count + index * bs
-                    wanted[layer][page, :, :made] = numbers[:, at : at + bs].T
+                    at = first + cap - count + index * size
+                    wanted[layer][page, :, :made] = numbers[:, at : at + size].T
                 first += cap
     keep_page_values(
         kept,

@@ -5,7 +5,6 @@ from dataclasses import replace
 import torch
 
 from tests.kernels.scene import Lengths, Scene, Shape
-from vllm_kvevict.ops.cuda.batch import EvictionBatch
 from vllm_kvevict.ops.cuda.pages import compact
 from vllm_kvevict.ops.torch import pages as reference
 
@@ -25,6 +24,35 @@ def scaled(requests: tuple[Lengths, ...], block_size: int) -> tuple[Lengths, ...
     )
 
 
+def drawn(
+    scene: Scene, in_place: bool = False
+) -> tuple[list[list[list[list[int]]]], list[list[list[int]]]]:
+    """Random survivors of every request, layer and head, and the pages of each.
+
+    ``in_place`` gives the requests but the first blocks of their own to fill.
+    """
+    shape = scene.shape
+    for index, one in enumerate(scene.due[1:] if in_place else [], 1):
+        tail = one.positional[: (one.tail_start - one.old_tail_start) // shape.block_size]
+        own = scene.random.sample([*scene.store(one).tolist(), *tail], len(one.store))
+        scene.due[index] = replace(one, store=own, in_place=True)
+    scene.batch = scene.batch_of(scene.due)
+    kept, pages = [], []
+    for due in scene.due:
+        split = [scene.split(len(due.store) * shape.heads, row) for row in scene.caps(due).tolist()]
+        kept.append(
+            [
+                [
+                    sorted(scene.random.sample(range(count), share * shape.page_tokens))
+                    for count, share in zip(counts, row, strict=True)
+                ]
+                for counts, row in zip(scene.columns(due).tolist(), split, strict=True)
+            ]
+        )
+        pages.append(split)
+    return kept, pages
+
+
 def check_compact(device: str, shape: Shape, in_place: bool = False) -> None:
     """Random survivors of every head; the whole cache is compared, byte by byte.
 
@@ -32,26 +60,11 @@ def check_compact(device: str, shape: Shape, in_place: bool = False) -> None:
     """
     scene = Scene(shape, device, shape.head_size)
     heads, bs = shape.heads, shape.block_size
-    for index, one in enumerate(scene.due[1:] if in_place else [], 1):
-        tail = one.positional[: (one.tail_start - one.old_tail_start) // bs]
-        own = scene.random.sample([*scene.store(one).tolist(), *tail], len(one.store))
-        scene.due[index] = replace(one, store=own, in_place=True)
-    scene.batch = EvictionBatch.build(
-        scene.due, shape.layers, heads, bs, shape.window, scene.device
-    )
+    survivors, shares = drawn(scene, in_place)
     bytes_of = [cache.view(torch.uint8) for cache in scene.caches]
     expected = [cache.cpu().clone() for cache in bytes_of]
     columns, pages = [], []
-    for due in scene.due:
-        caps = scene.caps(due)
-        split = [scene.split(len(due.store) * heads, row) for row in caps.tolist()]
-        kept = [
-            [
-                sorted(scene.random.sample(range(cap * bs), share * bs))
-                for cap, share in zip(cap_row, row, strict=True)
-            ]
-            for cap_row, row in zip(caps.tolist(), split, strict=True)
-        ]
+    for due, kept, split in zip(scene.due, survivors, shares, strict=True):
         grid, padding = reference.candidate_grid(
             scene.indptr(due), scene.store(due), torch.tensor(due.positional)
         )

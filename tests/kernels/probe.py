@@ -130,7 +130,7 @@ def expected(
     scene: Scene, case: Case, probes: ProbeLayers, dims: int, window: WindowLayers | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores [batch.columns] and parts [C, batch.columns], in the flat layout."""
-    shape, bs = scene.shape, scene.shape.block_size
+    shape, size = scene.shape, scene.shape.page_tokens
     probed, scores, parts = probes.channels, [], []
     for due in scene.due:
         grid, padding = candidate_grid(
@@ -162,7 +162,7 @@ def expected(
                 score = both[..., 1] + weight * peaks.clamp(min=1e-6).log()
             score = score.clamp(min=-1e30)
             for head in range(shape.heads):
-                first = int(padding[layer, head]) * bs
+                first = int(padding[layer, head]) * size
                 mine = score[head, first:].clone()
                 mine[: due.protect_first] = 1e30
                 scores.append(mine)
@@ -186,7 +186,8 @@ def check_scores(device: str, case: Case, rotated: Rotated, units: int = 0) -> N
         scores, parts = probe_scores(scene.batch, probes, window, lambda totals: totals)
         wanted, wanted_parts = expected(scene, case, probes, rotated.dims, window)
         torch.testing.assert_close(parts.cpu(), wanted_parts, **TOLERANCE)
-        torch.testing.assert_close(scores.cpu(), wanted, **TOLERANCE)
+        close = TOLERANCE if case.shape.stored.as_cached else dict(rtol=4e-3, atol=4e-3)
+        torch.testing.assert_close(scores.cpu(), wanted, **close)
 
 
 def check_ranks(device: str, case: Case, rotated: Rotated) -> None:
@@ -197,7 +198,7 @@ def check_ranks(device: str, case: Case, rotated: Rotated) -> None:
     _, beside = probe_scores(scene.batch, probes, None, lambda totals: totals * 2)
     assert torch.equal(alone[0], beside[0])
     less = (alone - beside)[1].cpu()
-    stored = sum(int(scene.indptr(due)[:, -1].sum()) * case.shape.block_size for due in scene.due)
+    stored = sum(int(scene.indptr(due)[:, -1].sum()) * case.shape.page_tokens for due in scene.due)
     assert int((less == 0).sum()) == stored
     by = probes.window_weights.cpu().flatten() * torch.tensor(2.0).log()
     nearest = (less[less != 0][:, None] - by).abs().amin(-1)

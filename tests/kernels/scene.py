@@ -8,7 +8,10 @@ from random import Random
 
 import torch
 
+from vllm_kvevict.cache.layer_cache import LayerCache
+from vllm_kvevict.cache.page_layout import PageLayout
 from vllm_kvevict.ops.cuda.batch import Due, EvictionBatch
+from vllm_kvevict.ops.token_format import AS_CACHED, TokenFormat
 
 ABSURD = -12345
 
@@ -37,6 +40,12 @@ class Shape:
     requests: tuple[Lengths, ...]
     dtype: torch.dtype = torch.float32
     slot: int = 0
+    stored: TokenFormat = AS_CACHED
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens in a page of a store."""
+        return self.stored.page_tokens(self.block_size)
 
 
 class Scene:
@@ -74,7 +83,8 @@ class Scene:
             self.tail_start[row] = lengths.old_tail * bs
             for layer in range(layers):
                 if store:
-                    split = self.split(lengths.old_store * heads, [lengths.old_tail] * heads)
+                    most = lengths.old_tail * bs // shape.page_tokens
+                    split = self.split(lengths.old_store * heads, [most] * heads)
                     indptr = torch.tensor([0, *split]).cumsum(0)
                     self.head_indptr[layer, row] = indptr.int()
             due.append(
@@ -91,12 +101,18 @@ class Scene:
                 )
             )
         self.due = due
-        self.caches = [self._cache() for _ in range(layers)]
-        self.head_indptr = self.head_indptr.to(self.device)
         # Wider than what is used, as the worker's table is.
         self.stores = stores.to(self.device)[:, :widest]
+        self.caches = [self._cache() for _ in range(layers)]
+        self.head_indptr = self.head_indptr.to(self.device)
         self.tail_start = self.tail_start.to(self.device)
-        self.batch = EvictionBatch.build(due, layers, heads, bs, shape.window, self.device)
+        self.batch = self.batch_of(due)
+
+    def batch_of(self, due: list[Due]) -> EvictionBatch:
+        """The batch of evictions of these requests."""
+        shape = self.shape
+        sizes = shape.layers, shape.heads, shape.block_size, shape.window, self.device
+        return EvictionBatch.build(due, *sizes, shape.page_tokens)
 
     def split(self, total: int, caps: list[int]) -> list[int]:
         """A random share for every head, at least 1, at most its cap, summing to ``total``."""
@@ -125,9 +141,22 @@ class Scene:
         return self.stores[due.row, : due.old_store_blocks].cpu()
 
     def caps(self, due: Due) -> torch.Tensor:
-        """[L, H] int64 pages of candidates of each head."""
-        tail_pages = (due.tail_start - due.old_tail_start) // self.shape.block_size
-        return self.indptr(due).diff(dim=-1).long() + tail_pages
+        """[L, H] int64 pages of a store that the candidates of each head fill."""
+        return self.columns(due) // self.shape.page_tokens
+
+    def columns(self, due: Due) -> torch.Tensor:
+        """[L, H] int64 candidates of each head."""
+        stored = self.indptr(due).diff(dim=-1).long() * self.shape.page_tokens
+        return stored + due.tail_start - due.old_tail_start
+
+    def layer_cache(self, layer: int, cache: torch.Tensor | None = None) -> LayerCache:
+        """One layer's cache, or another one like it, as PyTorch operations take it. On the CPU."""
+        shape = self.shape
+        tokens = torch.arange(shape.block_size)[:, None] * 2 * shape.head_size
+        keys = tokens + torch.arange(shape.head_size)
+        pages = (self.caches[layer] if cache is None else cache).cpu().flatten(0, 1).flatten(1)
+        layout = PageLayout(keys, keys + shape.head_size)
+        return LayerCache(pages, layout, 1.0, 0.0, token_format=shape.stored)
 
     def _cache(self) -> torch.Tensor:
         shape = self.shape
@@ -143,4 +172,20 @@ class Scene:
             beyond = (due.num_tokens - due.old_tail_start) % shape.block_size
             if beyond:
                 cache[due.positional[-1], :, beyond:] = float("nan")
-        return cache.to(shape.dtype).to(self.device)
+        cache = cache.to(shape.dtype)
+        if not shape.stored.as_cached:
+            self._pack(cache)
+        return cache.to(self.device)
+
+    def _pack(self, cache: torch.Tensor) -> None:
+        """Fill the pages of stores with random tokens in their format, and their rest with ones."""
+        shape = self.shape
+        blocks = [block for due in self.due for block in self.store(due).tolist()]
+        pages = cache.view(torch.uint8).flatten(2)
+        for page in (pages[block, head] for block in blocks for head in range(shape.heads)):
+            sizes = shape.page_tokens, shape.head_size
+            keys, values = (torch.randn(sizes, generator=self.generator) for _ in range(2))
+            planes = [plane.flatten() for plane in shape.stored.encode(keys, values)]
+            packed = torch.cat(planes)
+            page.fill_(255)
+            page[: len(packed)] = packed

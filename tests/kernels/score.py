@@ -45,6 +45,7 @@ def layers_of(scene: Scene, case: Case) -> WindowLayers:
         head_indptr=scene.head_indptr,
         old_store=scene.stores,
         softcap=case.softcap,
+        token_format=shape.stored,
     )
 
 
@@ -52,25 +53,37 @@ def candidates_of(
     scene: Scene, case: Case, layers: WindowLayers, due: Due, layer: int
 ) -> Candidates:
     """The reference's view of one layer of one request."""
-    shape, bs = case.shape, case.shape.block_size
+    shape = case.shape
     grid, padding = candidate_grid(
         scene.indptr(due), scene.store(due), torch.tensor(due.positional)
     )
     store_pages = grid.shape[-1] - len(due.positional)
-    columns = store_pages * bs + due.num_tokens - due.old_tail_start
+    size = shape.page_tokens
+    columns = store_pages * size + due.num_tokens - due.old_tail_start
     pages = layers.caches[layer].cpu().float().flatten(0, 1)[..., : shape.head_size]
+    keys = pages[grid[layer]].flatten(1, 2)
+    if not shape.stored.as_cached:
+        # Kernels multiply in the type of the queries.
+        cached = scene.layer_cache(layer).key_sequences(grid[layer], store_pages)
+        keys = cached.to(case.queries).float()
     position = torch.arange(due.num_tokens - shape.window, due.num_tokens)
     queries = layers.rings[layer].cpu().float()[due.ring * shape.window + position % shape.window]
-    tail_pages = (due.tail_start - due.old_tail_start) // bs
     return Candidates(
-        keys=pages[grid[layer]].flatten(1, 2)[:, :columns],
-        valid=torch.arange(columns) >= (padding[layer] * bs)[:, None],
+        keys=keys[:, :columns],
+        valid=torch.arange(columns) >= (padding[layer] * size)[:, None],
         queries=queries.unflatten(1, (shape.heads, case.group)).permute(1, 2, 0, 3),
         window=shape.window,
-        num_candidates=(store_pages + tail_pages) * bs,
+        num_candidates=store_pages * size + due.tail_start - due.old_tail_start,
         scale=layers.scales[layer],
         softcap=layers.softcap,
     )
+
+
+def tolerance(case: Case) -> dict[str, float]:
+    """Of scores. The reference rotates stored keys in another order, so that few of their elements
+    are rounded to the other neighbour in 16 bits."""
+    rounded = not case.shape.stored.as_cached and case.queries.itemsize < 4
+    return dict(rtol=4e-3, atol=1e-5) if rounded else TOLERANCE
 
 
 def expected_scores(scene: Scene, case: Case, layers: WindowLayers) -> torch.Tensor:
@@ -94,7 +107,7 @@ def check_scores(device: str, case: Case) -> None:
     layers = layers_of(scene, case)
     expected = expected_scores(scene, case, layers)
     scores = window_scores(scene.batch, layers, case.kernel, case.kind)
-    torch.testing.assert_close(scores.cpu(), expected, **TOLERANCE)
+    torch.testing.assert_close(scores.cpu(), expected, **tolerance(case))
 
 
 def check_not_a_number(device: str, case: Case) -> None:

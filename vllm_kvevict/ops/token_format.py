@@ -246,6 +246,14 @@ def dequantise(levels: "torch.Tensor", scales: "torch.Tensor", bits: int) -> "to
     return parts.mul_(scales[..., None]).flatten(-2)
 
 
+def signs(size: int) -> "torch.Tensor":
+    """Return the signs [size] int64, 1 or -1, of the dimensions in the rotation. On the CPU."""
+    import torch
+
+    generator = torch.Generator().manual_seed(SIGNS_SEED)
+    return torch.randint(0, 2, (size,), generator=generator, device="cpu") * 2 - 1
+
+
 _rotations: "dict[tuple[int, torch.device], torch.Tensor]" = {}
 
 
@@ -257,13 +265,11 @@ def hadamard(size: int, device: "torch.device") -> "torch.Tensor":
 
     if (size, device) not in _rotations:
         block = size & -size
-        matrix = torch.ones(1, 1)
+        matrix = torch.ones(1, 1, device="cpu")
         while len(matrix) < block:
             matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
         whole = torch.block_diag(*[matrix] * (size // block)) / block**0.5
-        generator = torch.Generator().manual_seed(SIGNS_SEED)
-        signs = torch.randint(0, 2, (size,), generator=generator) * 2 - 1
-        _rotations[size, device] = (whole * signs).to(device)
+        _rotations[size, device] = (whole * signs(size)).to(device)
     return _rotations[size, device]
 
 

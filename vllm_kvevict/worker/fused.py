@@ -29,6 +29,7 @@ from vllm_kvevict.ops.cuda.score import WindowLayers, window_scores
 from vllm_kvevict.ops.cuda.select import batch_columns
 from vllm_kvevict.ops.cuda.token_stats import keep_page_values
 from vllm_kvevict.ops.fp8 import FP8
+from vllm_kvevict.ops.token_format import PackedFormat, TokenFormat
 from vllm_kvevict.ops.torch.defensive import AFTER, BEFORE
 from vllm_kvevict.policies.allocators import Adaptive
 from vllm_kvevict.policies.base import Policy
@@ -62,6 +63,9 @@ class _Group:
     probes: dict[float, GroupProbes]
     """Probes by the weight of the prose features."""
     sizes: EvictionSizes
+    token_format: TokenFormat
+    stored_scales: list[tuple[float, float]]
+    """Scales of the keys and the values of FP8 caches, else 1."""
     first: int = 0
     """Index of the first layer in the group."""
 
@@ -73,6 +77,7 @@ class _Group:
             caches=self.caches[layers],
             rings=self.rings[layers],
             scales=self.scales[layers],
+            stored_scales=self.stored_scales[layers],
             kept=self.kept[layers],
             probes={weight: probes.part(layers) for weight, probes in self.probes.items()},
             first=self.first + start,
@@ -213,7 +218,7 @@ class FusedEvictions:
                 if len(group.caches[0]) < 4:
                     continue
                 rule = group.state.rule
-                tokens = 2 * rule.block_size
+                tokens = max(2, blocks_for(rule.page_tokens, rule.block_size)) * rule.block_size
                 end = tokens + rule.window
                 blocks = [1 + index % 2 for index in range(blocks_for(end, rule.block_size))]
                 # Probes with prose features have separate kernels.
@@ -265,12 +270,24 @@ class FusedEvictions:
 
         """
         state, scorer = group.state, policy.scorer
-        bs, split = state.rule.block_size, group.head_indptr
+        split = group.head_indptr
         layers = WindowLayers(
-            group.caches, group.rings, group.scales, split, state.stores, group.softcap
+            group.caches,
+            group.rings,
+            group.scales,
+            split,
+            state.stores,
+            group.softcap,
+            group.token_format,
         )
         batch = EvictionBatch.build(
-            due, len(group.caches), state.num_heads, bs, state.rule.window, split.device
+            due,
+            len(group.caches),
+            state.num_heads,
+            state.rule.block_size,
+            state.rule.window,
+            split.device,
+            state.rule.page_tokens,
         )
         # [C, candidates] floats that are kept with each token.
         made = None
@@ -295,7 +312,16 @@ class FusedEvictions:
             pages = equal.expand(-1, -1, state.num_heads).contiguous()
         columns = batch_columns(batch, scores, pages, rows)
         del scores
-        compact(group.caches, columns, pages, batch, split, state.stores)
+        compact(
+            group.caches,
+            columns,
+            pages,
+            batch,
+            split,
+            state.stores,
+            group.token_format,
+            group.stored_scales,
+        )
         if made is not None:
             keep_page_values(group.kept, made, columns, pages, batch, split, state.stores)
         return batch, pages
@@ -326,6 +352,14 @@ def obstacle(
                 sizes != {caches[name].layout.values.shape[-1] for name in names}
             ),
             "attention sinks": any(caches[name].sinks is not None for name in names),
+            "stores of this format": not all(
+                caches[name].token_format.as_cached
+                or isinstance(caches[name].token_format, PackedFormat)
+                for name in names
+            ),
+            "stores in few bits beside an FP8 cache": any(
+                caches[name].is_fp8 and not caches[name].token_format.as_cached for name in names
+            ),
             "logit soft caps that differ between layers": (
                 len({caches[name].softcap for name in names}) > 1
             ),
@@ -383,6 +417,8 @@ def _group(
             caches[name].scale * caches[name].query_scale * caches[name].key_scale for name in names
         ],
         softcap=caches[names[0]].softcap,
+        token_format=first.token_format,
+        stored_scales=[(caches[name].key_scale, caches[name].value_scale) for name in names],
         kept=kept,
         probes={} if probes is None else _by_weight(probes, caches, names, longest),
         sizes=sizes,

@@ -22,6 +22,7 @@ from tests.kernels.evict import (
     assert_same,
     run,
     steps,
+    stored_steps,
     worker,
 )
 from tests.nightly import covering, some
@@ -29,6 +30,7 @@ from tests.turned import Turned
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.config.names import POLICY_NAMES
 from vllm_kvevict.ops.cuda.batch import Due
+from vllm_kvevict.ops.token_format import INT4, INT8
 from vllm_kvevict.ops.torch import probe
 from vllm_kvevict.worker import fused as fused_pass
 from vllm_kvevict.worker import workspace
@@ -72,6 +74,23 @@ def test_same_caches_and_tables_as_the_reference(
     assert uneven == policy.startswith("ada-")
     measured = fused.meter.take()
     assert len(measured["seconds"]) == 4 and len(measured["head_spread"]) == 1
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(
+    ("policy", "networks", "in_place", "stored"),
+    covering(KINDS, [False, True], [pytest.param(INT4, id="int4"), pytest.param(INT8, id="int8")]),
+)
+def test_stores_in_few_bits(policy, networks, in_place, stored, monkeypatch):
+    """Survivors are packed, scored again from the store, and moved as they are."""
+    plain = worker(policy, fused=False, networks=networks, stored=stored)
+    fused = worker(policy, fused=True, networks=networks, stored=stored)
+    monkeypatch.setattr(fused, "_evict", None)
+    plans = stored_steps(policy, in_place)
+    run(plain, plans)
+    run(fused, plans)
+    assert fused.evictions == plain.evictions == 4
+    assert_same(fused, plain, off=1e-4)
 
 
 @pytest.mark.usefixtures("emulated")

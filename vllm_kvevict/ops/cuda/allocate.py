@@ -28,7 +28,7 @@ def batch_pages(
     pages = torch.empty_like(rows.caps)
     # Workspaces of the sort: eight bytes per score, and eight per page of scores.
     keys, other = (torch.empty_like(scores, dtype=torch.int32) for _ in range(2))
-    gains = torch.empty(len(scores) // batch.block_size, dtype=torch.int64, device=scores.device)
+    gains = torch.empty(len(scores) // batch.page_tokens, dtype=torch.int64, device=scores.device)
     operations(scores).allocate(
         pages,
         keys,
@@ -39,7 +39,7 @@ def batch_pages(
         rows.length,
         rows.caps,
         rows.store_blocks,
-        batch.block_size,
+        batch.page_tokens,
         floor,
     )
     return pages.view(len(batch.due), batch.num_layers, batch.num_heads)
@@ -64,18 +64,18 @@ def batch_shared_pages(batch: EvictionBatch, shares: torch.Tensor, rows: Rows) -
 
     """
     pages, caps, store_blocks = torch.empty_like(rows.caps), rows.caps, rows.store_blocks
-    gains = torch.empty(batch.columns // batch.block_size, dtype=torch.int64, device=shares.device)
+    gains = torch.empty(batch.columns // batch.page_tokens, dtype=torch.int64, device=shares.device)
     first = None
     if any(due.protect_first for due in batch.due):
         protected = [
-            [-(-due.protect_first // batch.block_size)]
+            [-(-due.protect_first // batch.page_tokens)]
             for due in batch.due
             for _ in range(batch.num_layers)
         ]
         first = to_device(protected, torch.int32, shares.device)
         caps, store_blocks = caps - first, store_blocks - first.flatten()
     operations(shares).allocate_shares(
-        pages, gains, shares, rows.start, caps, store_blocks, batch.block_size
+        pages, gains, shares, rows.start, caps, store_blocks, batch.page_tokens
     )
     if first is not None:
         pages += first

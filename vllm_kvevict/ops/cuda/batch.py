@@ -36,9 +36,9 @@ class Due:
     protect_first: int = 0
     in_place: bool = False
 
-    def check(self, block_size: int, window: int) -> None:
+    def check(self, block_size: int, window: int, page_tokens: int) -> None:
         """Raise ValueError if the fields contradict one another."""
-        tail_pages = (self.tail_start - self.old_tail_start) // block_size
+        tail_pages = (self.tail_start - self.old_tail_start) // page_tokens
         rules = {
             "tail starts must be multiples of the block size": (
                 self.tail_start % block_size == self.old_tail_start % block_size == 0
@@ -53,7 +53,7 @@ class Due:
             "positional blocks must hold the tokens after the old tail start": (
                 len(self.positional) * block_size >= self.num_tokens - self.old_tail_start
             ),
-            "the store must have at least one block and at most one per candidate block": (
+            "the store must have at least one block and no more than its candidates fill": (
                 1 <= len(self.store) <= self.old_store_blocks + tail_pages
             ),
             "row, ring and protected tokens must not be negative": (
@@ -72,13 +72,14 @@ class EvictionBatch:
     The input of the kernels in addition to the state tables. The host knows lengths and block ids,
     and so all sizes; only the device knows which head owns which page. The candidates of a
     (request, layer) are concatenated by head without padding:
-    ``(S_old + tail pages) * H * block_size`` columns.
+    ``(S_old * page_tokens + tail tokens) * H`` columns.
 
     Args:
         due: The evictions.
         num_layers: L.
         num_heads: H, KV heads on this rank.
-        block_size: Tokens in a page.
+        block_size: Tokens in a page of the tail.
+        page_tokens: Tokens in a page of a store.
         window: w.
         requests: [E, 11] int64 fields of ``csrc/request.h``.
         positional: [E, P] int32, padded with 0 for requests with fewer blocks.
@@ -94,6 +95,7 @@ class EvictionBatch:
     num_layers: int
     num_heads: int
     block_size: int
+    page_tokens: int
     window: int
     requests: torch.Tensor
     positional: torch.Tensor
@@ -122,6 +124,7 @@ class EvictionBatch:
         block_size: int,
         window: int,
         device: torch.device,
+        page_tokens: int | None = None,
     ) -> "EvictionBatch":
         """Lay out a batch, with three small asynchronous copies to the device.
 
@@ -129,17 +132,18 @@ class EvictionBatch:
             ValueError: There is no eviction, or the fields of an eviction contradict each other.
 
         """
+        size = page_tokens or block_size
         if not due:
             raise ValueError("a batch needs at least one eviction")
         for eviction in due:
-            eviction.check(block_size, window)
+            eviction.check(block_size, window, size)
         heads = num_layers * num_heads
         columns = [
-            heads * (d.old_store_blocks * block_size + d.tail_start - d.old_tail_start) for d in due
+            heads * (d.old_store_blocks * size + d.tail_start - d.old_tail_start) for d in due
         ]
         rest = [heads * max(0, d.num_tokens - window - d.tail_start) for d in due]
         sums = [c + r for c, r in zip(columns, rest, strict=True)]
-        kept = [heads * len(d.store) * block_size for d in due]
+        kept = [heads * len(d.store) * size for d in due]
         first = zip(*(accumulate(sizes, initial=0) for sizes in (columns, sums, kept)), strict=True)
         requests = [
             (
@@ -160,6 +164,7 @@ class EvictionBatch:
             num_layers=num_layers,
             num_heads=num_heads,
             block_size=block_size,
+            page_tokens=size,
             window=window,
             requests=to_device(requests, torch.int64, device),
             positional=to_device(_padded([d.positional for d in due]), torch.int32, device),
@@ -167,18 +172,18 @@ class EvictionBatch:
             columns=sum(columns),
             sums=sum(sums),
             kept_columns=sum(kept),
-            max_columns=max(_max_columns(d, num_heads, block_size) for d in due),
+            max_columns=max(_max_columns(d, num_heads, size) for d in due),
         )
 
 
-def _max_columns(due: Due, num_heads: int, block_size: int) -> int:
+def _max_columns(due: Due, num_heads: int, page_tokens: int) -> int:
     """Return an upper bound of the cached tokens of any head.
 
-    A head has at most all store pages except one for each other head, and at most as many pages as
-    the request had blocks before its tail.
+    A head has at most all store pages except one for each other head, and at most as many tokens as
+    the request had before its tail.
     """
     pages = max(0, (due.old_store_blocks - 1) * num_heads + 1)
-    return min(pages * block_size, due.old_tail_start) + due.num_tokens - due.old_tail_start
+    return min(pages * page_tokens, due.old_tail_start) + due.num_tokens - due.old_tail_start
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -57,7 +57,7 @@ def value_norms(batch: EvictionBatch, layers: WindowLayers) -> tuple[torch.Tenso
     norms = torch.empty(batch.columns, device=device)
     totals = torch.empty(len(batch.due), batch.num_layers, longest, device=device)
     tables = (batch.requests, layers.head_indptr, layers.old_store, batch.positional)
-    operations(norms).value_norms(norms, totals, list(layers.caches), *tables)
+    operations(norms).value_norms(norms, totals, list(layers.caches), *tables, batch.page_tokens)
     return norms, totals
 
 
@@ -74,7 +74,7 @@ def defensive_scores(
     Args:
         batch: The due evictions.
         layers: Caches, rings and tables.
-        kept: [pages, block_size, C] float32 each, contiguous. Channel 0 holds the shares of the
+        kept: [pages, page_tokens, C] float32 each, contiguous. Channel 0 holds the shares of the
             tokens of stores.
         sum_of_ranks: Sums a tensor over the tensor-parallel ranks.
 
@@ -104,5 +104,6 @@ def defensive_scores(
         layers.head_indptr,
         layers.old_store,
         batch.positional,
+        batch.block_size,
     )
     return scores, shares

@@ -1,4 +1,4 @@
-"""Compaction on CUDA: copies survivors to their stores."""
+"""Compaction on CUDA: copies survivors to their stores, or packs them in few bits."""
 
 from collections.abc import Sequence
 
@@ -6,6 +6,8 @@ import torch
 
 from vllm_kvevict.ops.cuda.batch import EvictionBatch
 from vllm_kvevict.ops.cuda.extension import operations
+from vllm_kvevict.ops.cuda.packed import format_arguments
+from vllm_kvevict.ops.token_format import AS_CACHED, TokenFormat
 
 STAGING_BYTES = 2**26
 """Bytes of the staging buffer of evictions in place, unless one layer of a request needs more."""
@@ -18,6 +20,8 @@ def compact(
     batch: EvictionBatch,
     head_indptr: torch.Tensor,
     old_store: torch.Tensor,
+    token_format: TokenFormat = AS_CACHED,
+    scales: Sequence[tuple[float, float]] = (),
 ) -> None:
     """Copy the survivors of due evictions to their stores, all layers in one launch.
 
@@ -33,12 +37,22 @@ def compact(
         batch: The due evictions.
         head_indptr: [L, rows, H + 1] int32 head split before this eviction.
         old_store: [rows, S] int32 store before this eviction; rows may be strided.
+        token_format: Format of the tokens of stores, old and new. One in few bits needs slots of a
+            key and a value of the same size.
+        scales: Scales of the keys and the values of each layer's FP8 cache; empty for none. Read
+            for a format in few bits only.
 
     Raises:
         RuntimeError: A shape, dtype, stride or device is not as above.
         ValueError: An eviction in place precedes one that is not.
 
     """
+    given = scales or [(1.0, 1.0)] * len(caches)
+    packed = (
+        *format_arguments(token_format, caches[0].shape[3] // 2),
+        [of_keys for of_keys, _ in given],
+        [of_values for _, of_values in given],
+    )
     in_place = [due.in_place for due in batch.due]
     if in_place != sorted(in_place):
         raise ValueError("evictions in place must come last in a batch")
@@ -55,6 +69,8 @@ def compact(
             old_store,
             batch.positional[part],
             staging,
+            batch.page_tokens,
+            *packed,
         )
 
     fresh, count = in_place.count(False), len(in_place)

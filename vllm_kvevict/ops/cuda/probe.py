@@ -47,7 +47,7 @@ class ProbeLayers:
             dimensions: cosines, then sines, by position; empty if keys are not rotated. R is a
             multiple of 2 numbers of the cache for each 4 bytes of them.
         interleaved: True if dimensions (2i, 2i + 1) are rotated together, else (i, i + R / 2).
-        kept: [pages, block_size, at least C] float32 each, contiguous: floats of the tokens of
+        kept: [pages, page_tokens, at least C] float32 each, contiguous: floats of the tokens of
             stores.
         head_indptr: [L, rows, H + 1] int32 head split before this eviction.
         old_store: [rows, S] int32 stores before this eviction; rows may be strided.
@@ -132,11 +132,14 @@ def probe_scores(
         layers.interleaved,
         longest,
         *tables,
+        batch.page_tokens,
     )
     if by_value:
         if channels == 1:
             # The launch above computes the norms of values for the second probe only.
-            operations(parts).value_norms(norms, totals, list(layers.caches), *tables)
+            operations(parts).value_norms(
+                norms, totals, list(layers.caches), *tables, batch.page_tokens
+            )
         totals = sum_of_ranks(totals)
     if networks is not None:
         operations(parts).probe_networks(
@@ -149,6 +152,7 @@ def probe_scores(
             list(layers.rotary),
             layers.interleaved,
             *tables,
+            batch.page_tokens,
         )
     means = empty(len(batch.due) * batch.num_layers * batch.num_heads)
     operations(parts).probe_scores(
@@ -163,5 +167,6 @@ def probe_scores(
         batch.window,
         batch.max_columns,
         *tables,
+        batch.block_size,
     )
     return scores, parts

@@ -15,7 +15,7 @@ class Rows:
     Args:
         start: [E * L, H] int64 index of each head's first score.
         length: [E * L, H] int32 number of each head's scores.
-        caps: [E * L, H] int32 candidate pages of each head.
+        caps: [E * L, H] int32 pages of a store that each head's candidates fill.
         first_kept: [E * L] int64 index of a layer's first kept column.
         store_blocks: [E * L] int32: S.
 
@@ -52,6 +52,6 @@ def candidate_rows(batch: EvictionBatch, head_indptr: torch.Tensor) -> Rows:
         first_kept=empty(groups, dtype=torch.int64),
         store_blocks=empty(groups),
     )
-    tables = (batch.requests, head_indptr, batch.block_size)
+    tables = (batch.requests, head_indptr, batch.block_size, batch.page_tokens)
     operations(head_indptr).rows(*vars(rows).values(), *tables)
     return rows

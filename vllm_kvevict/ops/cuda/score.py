@@ -9,6 +9,8 @@ import torch
 from vllm_kvevict.ops.cuda.batch import EvictionBatch
 from vllm_kvevict.ops.cuda.extension import operations
 from vllm_kvevict.ops.cuda.limits import CHUNK, rows_at_once
+from vllm_kvevict.ops.cuda.packed import format_arguments
+from vllm_kvevict.ops.token_format import AS_CACHED, TokenFormat
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class WindowLayers:
         head_indptr: [L, rows, H + 1] int32 head split before this eviction.
         old_store: [rows, S] int32 stores before this eviction; rows may be strided.
         softcap: Logit soft cap, 0 for none.
+        token_format: Format of the tokens of stores. One in few bits needs caches of the dtype of
+            the rings, to which its keys are rounded.
 
     """
 
@@ -33,6 +37,7 @@ class WindowLayers:
     head_indptr: torch.Tensor
     old_store: torch.Tensor
     softcap: float = 0.0
+    token_format: TokenFormat = AS_CACHED
 
     def query_rows(self, batch: EvictionBatch) -> int:
         """Return G * w; row r is query head ``r // w`` of the group and query ``r % w``."""
@@ -124,6 +129,7 @@ def pool(
         batch.requests,
         head_indptr,
         batch.block_size,
+        batch.page_tokens,
         batch.window,
         batch.max_columns,
         factor,
@@ -167,4 +173,6 @@ def launch_arguments(batch: EvictionBatch, layers: WindowLayers) -> tuple[object
         layers.head_indptr,
         layers.old_store,
         batch.positional,
+        batch.page_tokens,
+        *format_arguments(layers.token_format, layers.rings[0].shape[2]),
     )

@@ -34,6 +34,6 @@ def batch_columns(
         rows.length,
         pages.flatten(0, 1),
         rows.first_kept,
-        batch.block_size,
+        batch.page_tokens,
     )
     return columns

@@ -20,7 +20,7 @@ def keep_page_values(
     """Write the floats of survivors to the slots to which :func:`.pages.compact` moves them.
 
     Args:
-        kept: [pages, block_size, C] float32 each, contiguous; the first c channels are written.
+        kept: [pages, page_tokens, C] float32 each, contiguous; the first c channels are written.
         made: [c, batch.columns] float32 floats of every candidate.
         columns: As in :func:`.pages.compact`.
         pages: As in :func:`.pages.compact`.
@@ -33,4 +33,4 @@ def keep_page_values(
 
     """
     tables = (batch.store, batch.requests, head_indptr, old_store, batch.positional)
-    operations(made).keep_page_values(list(kept), made, columns, pages, *tables)
+    operations(made).keep_page_values(list(kept), made, columns, pages, *tables, batch.block_size)

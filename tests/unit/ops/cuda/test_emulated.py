@@ -1,8 +1,10 @@
 """Every kernel, emulated, against the PyTorch reference. tests/gpu runs the same on a GPU."""
 
 import pytest
+import torch
 
-from tests.kernels import choose, defensive, keep, pages, probe, score
+from tests.kernels import choose, defensive, keep, packed, pages, probe, score
+from tests.nightly import covering
 from vllm_kvevict.ops.cuda import pages as operations_on_pages
 
 pytestmark = [pytest.mark.usefixtures("emulated"), pytest.mark.slow]
@@ -109,3 +111,30 @@ def test_probe_of_a_key_without_bounds():
 @pytest.mark.parametrize("units", [0, 32])
 def test_probe_and_a_key_that_is_not_a_number(units):
     probe.check_not_a_number("cpu", *probe.CASES[0], units)
+
+
+@pytest.mark.parametrize(("shape", "in_place"), covering(packed.COMPACT_CASES, [False, True]))
+def test_compact_to_few_bits(shape, in_place):
+    packed.check_compact("cpu", shape, in_place)
+
+
+def test_elements_that_are_no_numbers_in_few_bits():
+    packed.check_odd_elements("cpu")
+
+
+@pytest.mark.parametrize(
+    ("case", "check"), covering(packed.CASES, [score.check_scores, defensive.check_scores])
+)
+def test_scores_of_stores_in_few_bits(case, check):
+    check("cpu", case)
+
+
+def test_probe_scores_beside_stores_in_few_bits():
+    case = packed.CASES[2]
+    probe.check_scores("cpu", case, probe.Rotated(48, torch.float32), 32)
+    probe.check_ranks("cpu", case, probe.Rotated(48, torch.float32))
+
+
+@pytest.mark.parametrize("made, channels", [(1, 1), (2, 3)])
+def test_numbers_of_survivors_in_few_bits(made, channels):
+    keep.check_keep("cpu", packed.KEPT, made, channels)
