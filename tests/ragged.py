@@ -3,9 +3,11 @@
 The expectation walks Python lists of pages, one head at a time, in float64.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+from vllm_kvevict.ops.token_format import AS_CACHED, TokenFormat
 
 
 @dataclass
@@ -20,6 +22,7 @@ class Ragged:
     block_table: torch.Tensor
     cache: torch.Tensor
     block_size: int
+    stored: TokenFormat = AS_CACHED
 
     @property
     def num_layers(self) -> int:
@@ -47,6 +50,53 @@ class Ragged:
             **fields | {"cache": meant}
         )
 
+    @property
+    def page_tokens(self) -> int:
+        """Tokens in a page of a store."""
+        return self.stored.page_tokens(self.block_size)
+
+    def packed(self, stored: TokenFormat, seed: int = 0) -> "Ragged":
+        """The batch with random tokens of another format in its stores."""
+        rand = torch.Generator().manual_seed(seed)
+        cache, dim = self.cache.clone(), self.cache.shape[3] // 2
+        pages = cache.view(torch.uint8).flatten(2)
+        sizes = stored.page_tokens(self.block_size), dim
+        for row in self.tail_start.nonzero().flatten().tolist():
+            for block in self.stores[row].tolist():
+                for head in range(self.num_heads):
+                    drawn = (torch.randn(sizes, generator=rand) for _ in range(2))
+                    planes = torch.cat([plane.flatten() for plane in stored.encode(*drawn)])
+                    pages[block, head] = 255
+                    pages[block, head, : len(planes)] = planes
+        return replace(self, cache=cache, stored=stored)
+
+    def tokens(self, layer: int, request: int, head: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """[N, D] keys and values of a sequence, float64."""
+        pages, flat = self.pages(layer, request, head), self.cache.cpu().flatten(0, 1)
+        length, kept = self.length(layer, request, head), self.kept(layer, request, head)
+        if self.stored.as_cached:
+            kept = 0
+        tail = flat[pages[kept:]].flatten(0, 1)[: length - kept * self.page_tokens].double()
+        keys, values = tail.chunk(2, dim=-1)
+        if kept:
+            whole, begin, planes = flat.view(torch.uint8).flatten(1)[pages[:kept]], 0, []
+            for size in self.stored.planes(keys.shape[1]):
+                end = begin + self.page_tokens * size
+                planes.append(whole[:, begin:end].reshape(-1, size))
+                begin = end
+            stored = self.stored.decode(planes)
+            keys, values = (
+                torch.cat([old.double(), new])
+                for old, new in zip(stored, (keys, values), strict=True)
+            )
+        return keys, values
+
+    def kept(self, layer: int, request: int, head: int) -> int:
+        """Pages of the store of a sequence."""
+        row = int(self.rows[request])
+        tail = int(self.tail_start[row]) if row >= 0 else 0
+        return int(self.head_indptr[layer, row].diff()[head]) if tail else 0
+
     def pages(self, layer: int, request: int, head: int) -> list[int]:
         """Physical head pages of one sequence, and no page beyond its length."""
         row = int(self.rows[request])
@@ -65,8 +115,8 @@ class Ragged:
     def length(self, layer: int, request: int, head: int) -> int:
         row = int(self.rows[request])
         tail = int(self.tail_start[row]) if row >= 0 else 0
-        kept = int(self.head_indptr[layer, row, head + 1] - self.head_indptr[layer, row, head])
-        return int(self.seq_lens[request]) - tail + (kept * self.block_size if tail else 0)
+        kept = self.kept(layer, request, head)
+        return int(self.seq_lens[request]) - tail + kept * self.page_tokens
 
     def attention(
         self,
@@ -82,14 +132,12 @@ class Ragged:
         """
         group = query.shape[1] // self.num_heads
         out = torch.zeros(query.shape, dtype=torch.float64)
-        flat = self.cache.cpu().flatten(0, 1)
         for request in range(len(self.rows)):
             for head in range(self.num_heads):
                 length = self.length(layer, request, head)
                 if not length:
                     continue
-                tokens = flat[self.pages(layer, request, head)].flatten(0, 1)[:length].double()
-                keys, values = tokens.chunk(2, dim=-1)
+                keys, values = self.tokens(layer, request, head)
                 mine = slice(head * group, (head + 1) * group)
                 logits = query[request, mine].cpu().double() @ keys.T * scale
                 if softcap:

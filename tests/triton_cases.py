@@ -6,12 +6,14 @@ import torch
 
 from tests.ragged import Ragged, random_ragged
 from vllm_kvevict.ops.fp8 import typed
+from vllm_kvevict.ops.token_format import PackedFormat
 from vllm_kvevict.ops.torch.centers import EXACT
 from vllm_kvevict.ops.torch.centers import greedy_centers as reference
 from vllm_kvevict.ops.triton.centers import greedy_centers
 from vllm_kvevict.ops.triton.decode import Ring, decode_attention
 from vllm_kvevict.ops.triton.merge import Partials
 from vllm_kvevict.ops.triton.observe import observe_tokens
+from vllm_kvevict.ops.triton.packed import PackedStores
 from vllm_kvevict.ops.triton.page_table import write_page_table
 from vllm_kvevict.ops.triton.slices import WORDS, Slices, head_lengths, plan_slices
 
@@ -75,18 +77,21 @@ def check_decode(
     before: int = 16,
     fp8: bool = False,
     sinks: bool = False,
+    stored: PackedFormat | None = None,
     **options: int,
 ) -> None:
     """Decode attention of a random batch against lists of pages in float64, twice under one plan.
 
     ``fp8`` stores keys, values and queries in FP8, with scales of powers of two. Every other
-    request records its query.
+    request records its query. ``stored`` is the format of stores in few bits.
     """
     host = random_ragged(dtype=dtype, **options)
     query_scale, key_scale, value_scale, batch = 1.0, 1.0, 1.0, host
     if fp8:
         query_scale, key_scale, value_scale = 0.5, 0.25, 4.0
         batch, host = host.quantised(key_scale, value_scale)
+    if stored is not None:
+        batch = host = host.packed(stored)
     batch = batch.to(device)
     heads, dim = batch.num_heads, batch.cache.shape[3] // 2
     count = len(batch.rows)
@@ -97,7 +102,10 @@ def check_decode(
         query = (query / query_scale).to(torch.float8_e4m3fn)
     places = torch.arange(count, dtype=torch.int32, device=device)
     tokens = torch.randperm(count).to(torch.int32).to(device)
-    slices = slices_of(batch, tokens, programs, smallest, before, batch.block_size)
+    slices = slices_of(batch, tokens, programs, smallest, before, batch.page_tokens)
+    packed = None
+    if stored is not None:
+        packed = PackedStores.of(stored, dim, batch.block_size, torch.device(device))
     partials = Partials.room(programs, group, dim, torch.device(device))
     partials.sums.fill_(float("nan"))
     partials.weights.fill_(float("nan"))
@@ -124,6 +132,7 @@ def check_decode(
             value_scale,
             None if sink is None else sink.to(device),
             ring,
+            packed,
         )
         assert not partials.arrived.any(), "counters are not reset"
         meant = query.float().cpu()[tokens.long().cpu()] * query_scale

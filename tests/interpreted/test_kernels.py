@@ -12,6 +12,7 @@ from tests.triton_cases import (
     check_page_table,
     check_recording_page_table,
 )
+from vllm_kvevict.ops.token_format import INT4, INT8, PackedFormat
 from vllm_kvevict.ops.triton import page_table, slices
 
 
@@ -25,6 +26,29 @@ def test_decode_types_and_softcap(dtype, softcap):
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_decode_over_an_fp8_cache(dtype, softcap):
     check_decode("cpu", dtype, seed=6, softcap=softcap, padding=1, fp8=True)
+
+
+@pytest.mark.parametrize("programs", [1, 5, 24])
+@pytest.mark.parametrize(
+    ("stored", "dim"),
+    [(INT4, 64), (INT8, 128), (PackedFormat(5, 3, 60), 256), (INT4, 80), (INT4, 96)],
+    ids=["int4", "int8", "5 and 3 bits", "80 dimensions", "96 dimensions"],
+)
+def test_decode_over_stores_in_few_bits(stored, dim, programs):
+    # Pieces that end inside a page of a store, in the tail, and requests without a store.
+    options = dict(stored=stored, dim=dim, programs=programs, requests=3, layers=2, padding=1)
+    check_decode("cpu", torch.float32, seed=programs, heads=2, store_blocks=3, **options)
+
+
+@pytest.mark.parametrize("block_size", [32, 64])
+def test_decode_over_pages_of_several_tiles(block_size):
+    options = dict(stored=INT4, block_size=block_size, store_blocks=2, requests=2, layers=1)
+    check_decode("cpu", torch.float32, seed=2, dim=64, **options)
+
+
+def test_decode_over_stores_in_few_bits_in_16_bits():
+    options = dict(stored=INT4, dim=64, softcap=5.0, sinks=True, store_blocks=2, requests=2)
+    check_decode("cpu", torch.float16, seed=3, layers=1, **options)
 
 
 @pytest.mark.parametrize("programs", [1, 5, 20])

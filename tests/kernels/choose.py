@@ -9,6 +9,7 @@ from tests.kernels.scene import Lengths, Scene, Shape
 from vllm_kvevict.ops.cuda.allocate import batch_pages, batch_shared_pages
 from vllm_kvevict.ops.cuda.rows import candidate_rows
 from vllm_kvevict.ops.cuda.select import batch_columns
+from vllm_kvevict.ops.token_format import INT4
 from vllm_kvevict.ops.torch import allocate as reference_allocate
 from vllm_kvevict.ops.torch import select as reference_select
 
@@ -71,7 +72,7 @@ def check_padded(
 def check_batch(device: str, shape: Shape, floor: float) -> None:
     """Requests of different lengths and stores in one launch, in the flat layout."""
     scene = Scene(shape, device, shape.heads)
-    batch, bs = scene.batch, shape.block_size
+    batch, size = scene.batch, shape.page_tokens
     scores = torch.rand(batch.columns, generator=scene.generator)
     on_device = scores.to(device)
     where = candidate_rows(batch, scene.head_indptr)
@@ -81,23 +82,23 @@ def check_batch(device: str, shape: Shape, floor: float) -> None:
     found = (part.cpu() for part in vars(where).values())
     starts, lengths, caps_found, first_kept, stores = (part.flatten().tolist() for part in found)
     for index, due in enumerate(scene.due):
-        caps = scene.caps(due)
-        rows = torch.full((shape.layers, shape.heads, int(caps.max()) * bs), -INFINITY)
+        caps, counts = scene.caps(due), scene.columns(due)
+        rows = torch.full((shape.layers, shape.heads, int(counts.max())), -INFINITY)
         for layer in range(shape.layers):
             group = index * shape.layers + layer
             assert (first_kept[group], stores[group]) == (kept_before, len(due.store))
-            kept_before += len(due.store) * shape.heads * bs
-            for head, cap in enumerate(caps[layer].tolist()):
+            kept_before += len(due.store) * shape.heads * size
+            for head, count in enumerate(counts[layer].tolist()):
                 at = group * shape.heads + head
-                assert (starts[at], lengths[at], caps_found[at]) == (first, cap * bs, cap)
-                rows[layer, head, rows.shape[-1] - cap * bs :] = scores[first : first + cap * bs]
-                first += cap * bs
-        expected = reference_allocate.adaptive_pages(rows, caps, len(due.store), bs, floor)
+                assert (starts[at], lengths[at], caps_found[at]) == (first, count, count // size)
+                rows[layer, head, rows.shape[-1] - count :] = scores[first : first + count]
+                first += count
+        expected = reference_allocate.adaptive_pages(rows, caps, len(due.store), size, floor)
         assert torch.equal(pages[index].cpu().long(), expected)
-        kept = reference_select.select_tokens(rows, expected, bs)
-        padding = rows.shape[-1] - caps * bs
+        kept = reference_select.select_tokens(rows, expected, size)
+        padding = rows.shape[-1] - counts
         wanted += (
-            (kept - padding.flatten().repeat_interleave((expected * bs).flatten()).view_as(kept))
+            (kept - padding.flatten().repeat_interleave((expected * size).flatten()).view_as(kept))
             .flatten()
             .tolist()
         )
@@ -119,7 +120,7 @@ def check_shares(device: str, shape: Shape, kind: str, seed: int = 0) -> None:
     rows = candidate_rows(scene.batch, scene.head_indptr)
     pages = batch_shared_pages(scene.batch, shares.to(device), rows).cpu()
     for due, found in zip(scene.due, pages, strict=True):
-        first = -(-due.protect_first // shape.block_size)
+        first = -(-due.protect_first // shape.page_tokens)
         caps, blocks = scene.caps(due) - first, len(due.store) - first
         expected = first + reference_allocate.shared_pages(shares, caps, blocks)
         assert torch.equal(found.long(), expected)
@@ -143,6 +144,21 @@ BATCH = Shape(
     4,
     (Lengths(0, 0, 9, 9 * 16 + 11, 4), Lengths(4, 9, 12, 12 * 16 + 4, 5), Lengths(1, 3, 3, 55, 1)),
 )
+
+STORED = Shape(
+    2,
+    3,
+    16,
+    64,
+    4,
+    (
+        Lengths(0, 0, 9, 9 * 16 + 11, 2),
+        Lengths(4, 30, 38, 38 * 16 + 4, 5, protect_first=3),
+        Lengths(1, 5, 9, 9 * 16 + 6, 2),
+    ),
+    stored=INT4,
+)
+"""Stores whose pages hold 60 tokens, beside tails that fill no whole page."""
 
 LONG = Shape(2, 32, 16, 16, 4, (Lengths(0, 0, 40, 40 * 16 + 8, 30), Lengths(9, 70, 80, 1300, 9)))
 """Heads that are full while others have room, and shares of more pages than one pass takes."""

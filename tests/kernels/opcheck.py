@@ -29,29 +29,31 @@ def arguments(device: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
     tables = (batch.requests, indptr, stores, batch.positional)
     window = ([0.1], 0.0, 8, batch.max_columns, *tables)
     partial = empty(2, 1, 8, 2, dtype=torch.float32)
-    yield "window_lse", (floats(1, 1, 2, 8), partial, scene.caches, rings, *window)
-    yield "column_sums", (floats(1, batch.sums), floats(1, 1, 2, 8), scene.caches, rings, *window)
+    as_cached = (16, 0, 0, [])
+    yield "window_lse", (floats(1, 1, 2, 8), partial, scene.caches, rings, *window, *as_cached)
+    given = (floats(1, 1, 2, 8), scene.caches, rings, *window, *as_cached)
+    yield "column_sums", (floats(1, batch.sums), *given)
     sums = floats(1, batch.sums)
     kept = [floats(scene.num_blocks * 2, 16, 2)]
     norms, totals = floats(batch.columns), floats(1, 1, 32)
-    yield "window_peaks", (sums, floats(1, 1, 2, 8), scene.caches, rings, *window)
-    yield "value_norms", (norms, totals, scene.caches, *tables)
+    yield "window_peaks", (sums, *given)
+    yield "value_norms", (norms, totals, scene.caches, *tables, 16)
     results = (floats(batch.columns), floats(batch.columns), floats(2))
-    yield "defend", (*results, sums, norms, totals, kept, 8, batch.max_columns, *tables)
+    yield "defend", (*results, sums, norms, totals, kept, 8, batch.max_columns, *tables, 16)
     parts = floats(2, batch.columns)
     survivors = (torch.arange(16, device=device).repeat(2).int(), ints(1, 1).view(1, 1, 2))
-    yield "keep_page_values", (kept, parts, *survivors, batch.store, *tables)
+    yield "keep_page_values", (kept, parts, *survivors, batch.store, *tables, 16)
     probes = (floats(1, 2, 4, 68), floats(1, 2), [floats(64, 32)], True, 32)
-    yield "probe_keys", (parts, norms, totals, scene.caches, *probes, *tables)
+    yield "probe_keys", (parts, norms, totals, scene.caches, *probes, *tables, 16)
     networks = (floats(1, 2, 68, 5), floats(1, 2), [floats(64, 32)], True)
-    yield "probe_networks", (parts, norms, totals, scene.caches, *networks, *tables)
+    yield "probe_networks", (parts, norms, totals, scene.caches, *networks, *tables, 16)
     read = (sums, norms, totals, floats(1, 2), kept, 8, batch.max_columns)
-    yield "probe_scores", (floats(batch.columns), parts, floats(2), *read, *tables)
-    pooling = (batch.requests, indptr, 16, 8, batch.max_columns, 0.1, 7, True)
+    yield "probe_scores", (floats(batch.columns), parts, floats(2), *read, *tables, 16)
+    pooling = (batch.requests, indptr, 16, 16, 8, batch.max_columns, 0.1, 7, True)
     yield "pool", (floats(batch.columns), sums, *pooling)
     where = (empty(1, 2, dtype=torch.int64), empty(1, 2), empty(1, 2))
     where += (empty(1, dtype=torch.int64), empty(1))
-    yield "rows", (*where, batch.requests, indptr, 16)
+    yield "rows", (*where, batch.requests, indptr, 16, 16)
     length = ints(32, 32).view(1, 2)
     work = (empty(64), empty(64), empty(4, dtype=torch.int64))
     caps = ints(2, 2).view(1, 2)
@@ -65,7 +67,20 @@ def arguments(device: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
     columns = torch.arange(16, device=device).repeat(2).int()
     yield (
         "compact",
-        (scene.caches, columns, pages[None], batch.store, *tables, empty(0, dtype=torch.uint8)),
+        (
+            scene.caches,
+            columns,
+            pages[None],
+            batch.store,
+            *tables,
+            empty(0, dtype=torch.uint8),
+            16,
+            0,
+            0,
+            [],
+            [],
+            [],
+        ),
     )
 
 

@@ -16,7 +16,7 @@ def laid_out(
     layers, heads, columns = scores.shape
     kept, device = store_blocks * heads * block_size, scores.device
     batch = SimpleNamespace(
-        due=[None], num_layers=layers, num_heads=heads, block_size=block_size,
+        due=[None], num_layers=layers, num_heads=heads, page_tokens=block_size,
         kept_columns=layers * kept,
     )  # fmt: skip
     rows = Rows(

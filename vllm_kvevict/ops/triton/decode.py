@@ -16,6 +16,13 @@ import triton.language as tl
 
 from vllm_kvevict.ops.fp8 import FP8
 from vllm_kvevict.ops.triton.merge import MERGED, Partials, merge_pieces, place_of
+from vllm_kvevict.ops.triton.packed import (
+    NOT_PACKED,
+    PackedStores,
+    load_stored_tile,
+    rotate_query,
+    rotate_sums_back,
+)
 from vllm_kvevict.ops.triton.slices import (
     BEGIN,
     END,
@@ -91,6 +98,39 @@ def _attend_tile(
     return new_best, weight, sums
 
 
+@triton.jit
+def _attend_packed(
+    q, codes, code_scales, rotation, rotation_scale, own_stores, first_page, begin, end, dim,
+    best, weight, sums, scale, softcap, HEADS: tl.constexpr, DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr, PAGE: tl.constexpr, TILES: tl.constexpr, LANES: tl.constexpr,
+    BYTES: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, GROUPS: tl.constexpr,
+    SOFTCAP: tl.constexpr, LOG2E: tl.constexpr,
+):  # fmt: skip
+    """Add the keys ``begin`` to ``end`` of a packed store to the online softmax.
+
+    A tile is a whole page or an equal part of one, so it has one address.
+    """
+    SPAN: tl.constexpr = PAGE // TILES
+    rotated = rotate_query(q, rotation, rotation_scale, DIM, DIM_PAD)
+    lane = tl.arange(0, LANES)
+    for tile in range(begin // SPAN, (end + SPAN - 1) // SPAN):
+        key = tile * SPAN + lane
+        used = (lane < SPAN) & (key >= begin) & (key < end)
+        flat = first_page + tile // TILES
+        block = tl.load(own_stores + flat // HEADS)
+        physical = block.to(tl.int64) * HEADS + flat % HEADS
+        keys, values = load_stored_tile(
+            codes, code_scales, physical, tile % TILES * SPAN + lane, used, dim, BYTES, DIM, PAGE,
+            KEY_BITS, VALUE_BITS, GROUPS,
+        )  # fmt: skip
+        best, weight, sums = _attend_tile(
+            rotated, keys.to(q.dtype), values.to(q.dtype), used, best, weight, sums, scale,
+            softcap, SOFTCAP, LOG2E,
+        )  # fmt: skip
+    sums = rotate_sums_back(sums, weight, rotation, rotation_scale, q.dtype, DIM, DIM_PAD)
+    return best, weight, sums
+
+
 # Slices of tables have any address and a row stride that depends on the batch. With specialization,
 # a kernel for each alignment would be compiled while serving.
 @triton.jit(
@@ -111,9 +151,13 @@ def _attend_kernel(
     rings,
     slots,
     seq_lens,
+    codes,
+    code_scales,
+    rotation,
     scale,
     softcap,
     value_scale,
+    rotation_scale,
     window,
     query_token,
     query_head,
@@ -136,6 +180,13 @@ def _attend_kernel(
     RECORD: tl.constexpr,
     LOG2E: tl.constexpr,
     FP8: tl.constexpr,
+    STORE_PAGE: tl.constexpr,
+    STORE_TILES: tl.constexpr,
+    STORE_LANES: tl.constexpr,
+    STORE_BYTES: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
     group = tl.arange(0, GROUP_PAD)
     dim = tl.arange(0, DIM_PAD)
@@ -187,20 +238,35 @@ def _attend_kernel(
         own_stores = stores + row.to(tl.int64) * stores_row
         own_table = block_table + place.to(tl.int64) * table_row + tail_block
         # Keys below ``stored`` are in the store, and the others are in the tail.
-        for base in range(begin, end, TILE):
+        rest = begin
+        if KEY_BITS > 0:
+            if begin < stored:
+                best, weight, sums = _attend_packed(
+                    q, codes, code_scales, rotation, rotation_scale, own_stores, first_page, begin,
+                    tl.minimum(end, stored), dim, best, weight, sums, scale, softcap, HEADS, DIM,
+                    DIM_PAD, STORE_PAGE, STORE_TILES, STORE_LANES, STORE_BYTES, KEY_BITS,
+                    VALUE_BITS, GROUPS, SOFTCAP, LOG2E,
+                )  # fmt: skip
+            rest = tl.maximum(begin, stored)
+        for base in range(rest, end, TILE):
             key = base + tl.arange(0, TILE)
             used = key < end
-            in_store = key < stored
-            flat = first_page + key // PAGE
-            kept = tl.load(own_stores + flat // HEADS, mask=used & in_store, other=0)
-            later = tl.load(
-                own_table + (key - stored) // PAGE, mask=used & (key >= stored), other=0
-            )
-            physical = tl.where(
-                in_store,
-                kept.to(tl.int64) * HEADS + flat % HEADS,
-                later.to(tl.int64) * HEADS + head,
-            )
+            if KEY_BITS > 0:
+                key = key - stored
+                later = tl.load(own_table + key // PAGE, mask=used, other=0)
+                physical = later.to(tl.int64) * HEADS + head
+            else:
+                in_store = key < stored
+                flat = first_page + key // PAGE
+                kept = tl.load(own_stores + flat // HEADS, mask=used & in_store, other=0)
+                later = tl.load(
+                    own_table + (key - stored) // PAGE, mask=used & (key >= stored), other=0
+                )
+                physical = tl.where(
+                    in_store,
+                    kept.to(tl.int64) * HEADS + flat % HEADS,
+                    later.to(tl.int64) * HEADS + head,
+                )
             start = physical * (PAGE * 2 * DIM) + (key % PAGE) * (2 * DIM)
             at = start[:, None] + dim[None, :]
             read = used[:, None] & (dim < DIM)[None, :]
@@ -269,6 +335,7 @@ def decode_attention(
     value_scale: float = 1.0,
     sinks: torch.Tensor | None = None,
     ring: Ring | None = None,
+    packed: PackedStores | None = None,
 ) -> None:
     """Compute attention of one query token per request, in one layer.
 
@@ -290,9 +357,11 @@ def decode_attention(
         value_scale: Scale of an FP8 cache's values.
         sinks: [H * G] float32 attention sinks, contiguous; None for none.
         ring: Ring entries to which the queries are written as well; None for none.
+        packed: The stores, if they are in few bits; the cache is then not FP8.
 
     Raises:
-        ValueError: The cache is not contiguous, its type is not the query's, or shapes differ.
+        ValueError: The cache is not contiguous, its type is not the query's, shapes differ, or
+            stores in few bits lie in an FP8 cache.
 
     """
     heads, page = cache.shape[1], cache.shape[2]
@@ -305,6 +374,8 @@ def decode_attention(
     quantised = cache.dtype == FP8
     if cache.dtype != query.dtype and not quantised:
         raise ValueError(f"queries are {query.dtype} and the KV cache is {cache.dtype}")
+    if quantised and packed is not None:
+        raise ValueError("stores in few bits are not read from an FP8 cache")
     if query_heads % heads or query.stride(2) != 1 or out.stride(2) != 1:
         raise ValueError(f"{query_heads} query heads do not fit {heads} KV heads, or are strided")
     sums, group = partials.sums, query_heads // heads
@@ -316,6 +387,7 @@ def decode_attention(
     dim_pad = max(16, triton.next_power_of_2(dim))
     rows_merged = triton.next_power_of_2(group)
     unused = partials.arrived
+    constants = NOT_PACKED if packed is None else packed.constants(dim)
     _attend_kernel[(slices.programs,)](
         query,
         cache,
@@ -330,9 +402,13 @@ def decode_attention(
         out if ring is None else ring.entries,
         unused if ring is None else ring.slots,
         unused if ring is None else ring.seq_lens,
+        unused if packed is None else cache.view(torch.uint8),
+        unused if packed is None else cache.view(torch.float16),
+        unused if packed is None else packed.rotation,
         scale,
         softcap or 1.0,
         value_scale,
+        1.0 if packed is None else packed.scale,
         1 if ring is None else ring.window,
         query.stride(0),
         query.stride(1),
@@ -356,6 +432,8 @@ def decode_attention(
         RECORD=ring is not None,
         LOG2E=_LOG2E,
         FP8=quantised,
+        STORE_BYTES=cache[0, 0].nbytes,
+        **constants,
         num_warps=4,
         num_stages=stages,
     )

@@ -52,13 +52,14 @@ class PackedStores:
         return dict(
             STORE_PAGE=self.page_tokens,
             STORE_TILES=tiles,
+            STORE_LANES=triton.next_power_of_2(self.page_tokens // tiles),
             KEY_BITS=self.token_format.key_bits,
             VALUE_BITS=self.token_format.value_bits,
             GROUPS=groups(head_size),
         )
 
 
-NOT_PACKED = dict(STORE_PAGE=0, STORE_TILES=1, KEY_BITS=0, VALUE_BITS=0, GROUPS=1)
+NOT_PACKED = dict(STORE_PAGE=1, STORE_TILES=1, STORE_LANES=1, KEY_BITS=0, VALUE_BITS=0, GROUPS=1)
 """The compile-time arguments of a kernel that reads stores as all other pages."""
 
 
@@ -80,25 +81,34 @@ def rotate_query(q, rotation, factor, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
 
 @triton.jit
 def rotate_sums_back(
-    sums, rotation, factor, EXACT: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr
+    sums, weight, rotation, factor, TYPE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr
 ):
     """Return weighted sums [GROUP_PAD, DIM_PAD] float32 of stored values in the model's basis.
 
-    Without ``EXACT``, three parts of 8 bits of each sum are multiplied by tensor cores. The
-    products are exact, because the elements of the rotation are 1 and -1.
+    In 16 bits, three parts of each sum are multiplied by tensor cores. The products are exact,
+    because the elements of the rotation are 1 and -1.
+
+    Args:
+        sums: [GROUP_PAD, DIM_PAD] float32.
+        weight: [GROUP_PAD] float32 sums of the weights, by which the largest part stays in range.
+        rotation: See :class:`PackedStores`.
+        factor: Its scale.
+        TYPE: Type of the products.
+
     """
-    matrix = load_rotation(rotation, False, DIM, DIM_PAD)
-    if EXACT:
-        return tl.dot(sums, matrix.to(tl.float32), input_precision="ieee") * factor
-    narrow = matrix.to(tl.bfloat16)
-    high = sums.to(tl.bfloat16)
-    rest = sums - high.to(tl.float32)
-    middle = rest.to(tl.bfloat16)
-    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-    back = tl.dot(low, narrow)
-    back += tl.dot(middle, narrow)
-    back += tl.dot(high, narrow)
-    return back * factor
+    matrix = load_rotation(rotation, False, DIM, DIM_PAD).to(TYPE)
+    if TYPE == tl.float32:
+        return tl.dot(sums, matrix, input_precision="ieee") * factor
+    whole = tl.where(weight > 0, weight, 1.0)[:, None]
+    mean = sums / whole
+    high = mean.to(TYPE)
+    rest = mean - high.to(tl.float32)
+    middle = rest.to(TYPE)
+    low = (rest - middle.to(tl.float32)).to(TYPE)
+    back = tl.dot(low, matrix)
+    back += tl.dot(middle, matrix)
+    back += tl.dot(high, matrix)
+    return back * (whole * factor)
 
 
 @triton.jit

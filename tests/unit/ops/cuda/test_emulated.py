@@ -30,12 +30,17 @@ def test_allocate_and_select(case):
 
 
 @pytest.mark.parametrize("floor", [0.0, 0.2, 1.0])
-def test_allocate_and_select_a_batch(floor):
-    choose.check_batch("cpu", choose.BATCH, floor)
+@pytest.mark.parametrize("shape", [choose.BATCH, choose.STORED], ids=["as cached", "in few bits"])
+def test_allocate_and_select_a_batch(shape, floor):
+    choose.check_batch("cpu", shape, floor)
 
 
 @pytest.mark.parametrize("kind", ["few", "steep"])
-@pytest.mark.parametrize("shape", [choose.BATCH, choose.LONG], ids=["short", "long"])
+@pytest.mark.parametrize(
+    "shape",
+    [choose.BATCH, choose.LONG, choose.STORED],
+    ids=["short", "long", "in few bits"],
+)
 def test_allocate_by_fixed_shares(shape, kind):
     for seed in range(3):
         choose.check_shares("cpu", shape, kind, seed)
