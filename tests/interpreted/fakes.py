@@ -26,7 +26,13 @@ def state_of(batch: Ragged) -> GroupState:
     """The batch's evictions, entered as the worker enters them; stale splits stay behind."""
     rows = batch.tail_start.shape[0]
     names = [f"layer.{index}" for index in range(batch.num_layers)]
-    rule = EvictionRule(batch.block_size, WINDOW, 0, budget_tokens=WINDOW + batch.block_size)
+    rule = EvictionRule(
+        batch.block_size,
+        WINDOW,
+        0,
+        budget_tokens=WINDOW + batch.block_size,
+        page_tokens=batch.page_tokens,
+    )
     device = batch.cache.device
     state = GroupState(0, names, rule, batch.num_heads, rows, LONGEST, device)
     state.head_indptr[..., 1:] = batch.head_indptr[..., 1:]
@@ -83,7 +89,7 @@ class Backend:
             batch.cache.dtype.itemsize,
         )
         self.builder = EvictingFlashMetadataBuilder.__new__(EvictingFlashMetadataBuilder)
-        scratch = Scratch(kernel, shape, device)
+        scratch = Scratch(kernel, shape, device, batch.stored)
         self.builder.buffers = GroupBuffers(self.state, scratch, device)
         self.builder.use_full_cuda_graph, self.builder.max_cudagraph_size = False, None
         self.builder.aot_schedule, self.builder.aot_sliding_window = False, (-1, -1)

@@ -9,9 +9,10 @@ from vllm.v1.kv_cache_interface import get_kv_quant_mode
 from tests.e2e.paged import flash_attn_varlen_func
 from tests.interpreted.fakes import LONGEST, WINDOW, Backend, common_of
 from tests.ragged import Ragged, random_ragged
-from vllm_kvevict.attention import scratch
+from vllm_kvevict.attention import scratch, unpacked
 from vllm_kvevict.attention.gpu_backend import head_pages
 from vllm_kvevict.attention.triton import EvictingTritonImpl
+from vllm_kvevict.ops.token_format import INT4, INT8
 
 GROUP = 2
 
@@ -174,6 +175,35 @@ def test_attention_sinks(kernel, counts):
     for layer in range(2):
         out = backend.forward(layer, query, batch.cache, metadata)
         close(out, expected_at(batch, layer, query, counts, sinks))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "counts", "stored"),
+    [
+        ("flash", [1, 1, 1, 1], INT4),
+        ("flash", [3, 4, 1, 5], INT4),
+        pytest.param("triton", [1, 1, 1, 1], INT8, marks=pytest.mark.nightly),
+        pytest.param("triton", [2, 7, 1, 1], INT8, marks=pytest.mark.nightly),
+    ],
+    ids=["decode", "mixed", "decode, int8", "mixed, int8"],
+)
+def test_stores_in_few_bits(kernel, counts, stored, monkeypatch):
+    """Decode steps read them as they are; for several queries one request at a time is unpacked."""
+    batch = random_ragged(27, requests=4, dim=64, store_blocks=2, longest_tail=50)
+    tails = batch.seq_lens - batch.tail_start[batch.rows.long()]
+    assert bool((tails >= torch.tensor(counts)).all())
+    batch = batch.packed(stored)
+    evicted = batch.tail_start[batch.rows.long()] > 0
+    assert evicted.any() and not evicted.all()
+    monkeypatch.setattr(unpacked, "DENSE_BYTES", 1)
+    backend = Backend(kernel, batch, GROUP, 4)
+    backend.step.update(rows=batch.rows.long(), slots=None)
+    metadata = backend.builder.build(0, common_of(batch, counts))
+    assert metadata.decode is None or metadata.decode.slices is not None
+    query = queries(sum(counts), batch)
+    for layer in range(2):
+        out = backend.forward(layer, query, batch.cache, metadata)
+        close(out, expected_at(batch, layer, query, counts))
 
 
 def test_attention_sinks_through_vllms_triton_attention():

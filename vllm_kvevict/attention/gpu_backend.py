@@ -10,6 +10,7 @@ from vllm_kvevict.attention.gpu_buffers import GroupBuffers
 from vllm_kvevict.attention.gpu_step import EvictingMetadata
 from vllm_kvevict.attention.sequences import Decode, Extend, Recording
 from vllm_kvevict.attention.triton_decode import decode
+from vllm_kvevict.attention.unpacked import unpacked
 from vllm_kvevict.ops.fp8 import FP8
 from vllm_kvevict.ops.triton.decode import Ring
 from vllm_kvevict.ops.triton.observe import observe_tokens
@@ -202,8 +203,26 @@ class EvictingImplMixin:
         output: torch.Tensor,
     ) -> None:
         buffers = metadata.buffers
-        index, size = buffers.state.layer_index[layer.layer_name], query.shape[2]
+        index = buffers.state.layer_index[layer.layer_name]
+        if buffers.scratch.packed is not None:
+            for part, pages in unpacked(kv_cache, step, buffers, index):
+                self._attend_extended(layer, query, pages, metadata, part, output)
+            return
         self._write_table(step, buffers, index, step.table)
+        self._attend_extended(layer, query, kv_cache, metadata, step, output)
+
+    def _attend_extended(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: EvictingMetadata,
+        step: Extend,
+        output: torch.Tensor,
+    ) -> None:
+        """Run requests whose page table of this layer is written."""
+        buffers = metadata.buffers
+        index, size = buffers.state.layer_index[layer.layer_name], query.shape[2]
         queries = query.reshape(-1, self.num_queries_per_kv, size).index_select(0, step.order)
         result = torch.empty_like(queries, dtype=output.dtype)
         if (kernel := buffers.scratch.optional) is not None:

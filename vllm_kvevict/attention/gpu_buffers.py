@@ -171,10 +171,11 @@ class GroupBuffers:
             self.state.rule.page_tokens,
         )
         parts: Sequence[Any] = ()
+        longest = self._longest(common, rows, places)
+        starts_on_host = query_start_loc.tolist()
         if self.scratch.optional is not None:
-            table = self.scratch.pages(sequences, self._longest(common, rows, places))
-            starts_on_host, columns = query_start_loc.tolist(), table.shape[1]
-            parts = self.scratch.optional.plan(starts_on_host, starts_on_device, columns)
+            table = self.scratch.pages(sequences, longest)
+            parts = self.scratch.optional.plan(starts_on_host, starts_on_device, table.shape[1])
         else:
             pages = -(-common.max_seq_len // self.state.rule.block_size)
             table = self.scratch.table[:sequences, :pages]
@@ -189,6 +190,8 @@ class GroupBuffers:
             max_query_len=int(counts.max()),
             max_seq_len=common.max_seq_len,
             parts=parts,
+            starts=starts_on_host,
+            longest=longest,
         )
 
     def _longest(

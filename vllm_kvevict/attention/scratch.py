@@ -6,7 +6,9 @@ import torch
 
 from vllm_kvevict.attention.kernels import Shape as Shape
 from vllm_kvevict.attention.kernels import optional_kernel, power_of_two
+from vllm_kvevict.ops.token_format import AS_CACHED, PackedFormat, TokenFormat
 from vllm_kvevict.ops.triton.merge import Partials
+from vllm_kvevict.ops.triton.packed import PackedStores
 from vllm_kvevict.ops.triton.residency import Residency, resident
 from vllm_kvevict.rules.rule import blocks_for
 
@@ -24,6 +26,10 @@ MAX_SPLITS = 32
 PARTIAL_BYTES = 2**27
 """Bytes of partial sums that FlashAttention 3 may allocate for the splits of one layer."""
 
+DENSE_BYTES = 2**26
+"""Bytes of the unpacked tokens of a step with several query tokens a request, unless one request
+has more."""
+
 
 class Scratch:
     """Scratch buffers of attention, shared by all layers, which run in sequence.
@@ -33,10 +39,17 @@ class Scratch:
             the Triton decode kernel. An optional kernel needs a page table and has its own buffers.
         shape: Shape of the evictable layers.
         device: Device of attention; ``meta`` to count the bytes.
+        token_format: Format of the tokens of stores.
 
     """
 
-    def __init__(self, kernel: Kernel, shape: Shape, device: torch.device) -> None:
+    def __init__(
+        self,
+        kernel: Kernel,
+        shape: Shape,
+        device: torch.device,
+        token_format: TokenFormat = AS_CACHED,
+    ) -> None:
         self.kernel = kernel
         self.shape = shape
         self.resident, processors = Residency(8, 1, 1), 1
@@ -51,6 +64,9 @@ class Scratch:
         self.optional = optional(shape, device) if optional is not None else None
         self.programs = 0 if self.optional else self.resident.programs * processors
         self.partials = Partials.room(self.programs, shape.group, shape.head_size, device)
+        self.packed: PackedStores | None = None
+        if isinstance(token_format, PackedFormat):
+            self.packed = PackedStores.of(token_format, shape.head_size, shape.block_size, device)
         rows = power_of_two(sequences) if self.optional else sequences
         pages = blocks_for(shape.max_model_len, shape.block_size)
         self.table = torch.zeros(rows, pages, dtype=torch.int32, device=device)
@@ -68,8 +84,10 @@ class Scratch:
         """Return True if decode steps run the Triton decode kernel, False for FlashAttention.
 
         The result depends only on the number of requests, so it is the same for all steps of a
-        graph.
+        graph. Only the Triton decode kernel reads stores in few bits.
         """
+        if self.packed is not None:
+            return True
         sequences = requests * self.shape.num_heads
         return self.kernel == "triton" or (self.kernel == "flash" and sequences > MAX_SEQUENCES)
 
@@ -90,10 +108,15 @@ class Scratch:
 
     @property
     def op_bytes(self) -> int:
-        """Maximum number of bytes that attention kernels allocate, for partial sums of splits."""
+        """Maximum number of bytes that attention allocates, for partial sums of splits and unpacked
+        tokens."""
         if self.optional is not None:
             return self.optional.op_bytes
-        return PARTIAL_BYTES if self.kernel == "flash" else 0
+        shape, dense = self.shape, 0
+        if self.packed is not None:
+            token = shape.num_heads * 2 * shape.head_size * shape.itemsize
+            dense = max(DENSE_BYTES, shape.max_model_len * token)
+        return dense + (PARTIAL_BYTES if self.kernel == "flash" else 0)
 
     def pages(self, sequences: int, longest: int) -> torch.Tensor:
         """Return a view [sequences, V] int32 of the page table, for at most ``longest`` tokens.

@@ -53,7 +53,8 @@ class Extend:
 
     ``order`` [queries] int64 is the index ``token * H + head`` in the batch of each query, ordered
     by sequence. ``table`` [R * H, V] int32 is written for each layer. ``parts`` are the calls of an
-    optional kernel.
+    optional kernel. ``starts`` is ``query_start_loc`` [R * H + 1] on the host, and ``longest`` an
+    upper bound of the lengths.
     """
 
     rows: torch.Tensor
@@ -66,3 +67,5 @@ class Extend:
     max_query_len: int
     max_seq_len: int
     parts: Sequence[Any] = ()
+    starts: Sequence[int] = ()
+    longest: int = 0

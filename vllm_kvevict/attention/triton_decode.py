@@ -53,4 +53,5 @@ def decode(
         value_scale,
         sinks,
         ring,
+        buffers.scratch.packed,
     )

@@ -181,7 +181,9 @@ class EvictingWorker(EvictionWorkerMixin):
                 fp8=self.cache_config.cache_dtype in CACHE_DTYPES,
             )
             with self._like_the_cache():
-                self._scratch = Scratch(self._kernel(), shape, self.device)
+                self._scratch = Scratch(
+                    self._kernel(), shape, self.device, self.eviction_config.token_format
+                )
         return self._scratch
 
     def _outlives_sleep(self) -> Iterator[torch.Tensor]:

@@ -97,7 +97,7 @@ def rotate_sums_back(
 
     """
     matrix = load_rotation(rotation, False, DIM, DIM_PAD).to(TYPE)
-    if TYPE == tl.float32:
+    if tl.float32 == TYPE:
         return tl.dot(sums, matrix, input_precision="ieee") * factor
     whole = tl.where(weight > 0, weight, 1.0)[:, None]
     mean = sums / whole

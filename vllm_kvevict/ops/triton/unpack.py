@@ -1,0 +1,148 @@
+"""Unpacking of stores in few bits for kernels that read pages of plain tokens. Triton."""
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_kvevict.ops.triton.packed import PackedStores, load_rotation, load_stored_tile
+from vllm_kvevict.ops.triton.slices import TILE
+
+_PROGRAMS = 32
+
+
+@triton.jit(
+    do_not_specialize=["stores_row", "block_row", "dense_row"],
+    do_not_specialize_on_alignment=["rows", "places", "head_indptr", "block_table", "lengths"],
+)
+def _unpack_kernel(
+    rows,
+    places,
+    tail_start,
+    stores,
+    head_indptr,
+    block_table,
+    lengths,
+    cache,
+    codes,
+    code_scales,
+    rotation,
+    dense,
+    factor,
+    stores_row,
+    block_row,
+    dense_row,
+    HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    TILE: tl.constexpr,
+    STORE_PAGE: tl.constexpr,
+    STORE_TILES: tl.constexpr,
+    STORE_LANES: tl.constexpr,
+    STORE_BYTES: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    SPAN: tl.constexpr = STORE_PAGE // STORE_TILES
+    TYPE: tl.constexpr = dense.dtype.element_ty
+    sequence = tl.program_id(0)
+    head = sequence % HEADS
+    row = tl.load(rows + sequence // HEADS).to(tl.int64)
+    place = tl.load(places + sequence // HEADS).to(tl.int64)
+    tail = tl.load(tail_start + row, mask=row >= 0, other=0)
+    indptr = head_indptr + row * (HEADS + 1) + head
+    first = tl.load(indptr, mask=tail > 0, other=0)
+    pages = tl.load(indptr + 1, mask=tail > 0, other=0) - first
+    length = tl.load(lengths + sequence)
+    stored = tl.minimum(pages * STORE_PAGE, length)
+    target = dense + sequence.to(tl.int64) * dense_row
+    dim = tl.arange(0, DIM_PAD)
+    in_head = (dim < DIM)[None, :]
+    if stored > 0:
+        matrix = load_rotation(rotation, False, DIM, DIM_PAD).to(TYPE)
+        lane = tl.arange(0, STORE_LANES)
+        for tile in range(tl.program_id(1), (stored + SPAN - 1) // SPAN, tl.num_programs(1)):
+            key = tile * SPAN + lane
+            used = (lane < SPAN) & (key < stored)
+            flat = first + tile // STORE_TILES
+            block = tl.load(stores + row * stores_row + flat // HEADS)
+            physical = block.to(tl.int64) * HEADS + flat % HEADS
+            keys, values = load_stored_tile(
+                codes, code_scales, physical, tile % STORE_TILES * SPAN + lane, used, dim,
+                STORE_BYTES, DIM, STORE_PAGE, KEY_BITS, VALUE_BITS, GROUPS,
+            )  # fmt: skip
+            keys = tl.dot(keys.to(TYPE), matrix, input_precision="ieee") * factor
+            values = tl.dot(values.to(TYPE), matrix, input_precision="ieee") * factor
+            at = target + key[:, None] * (2 * DIM) + dim[None, :]
+            mask = used[:, None] & in_head
+            tl.store(at, keys.to(TYPE), mask=mask)
+            tl.store(at + DIM, values.to(TYPE), mask=mask)
+    later = length - stored
+    own_table = block_table + place * block_row + tail // PAGE
+    for base in range(tl.program_id(1) * TILE, later, tl.num_programs(1) * TILE):
+        token = base + tl.arange(0, TILE)
+        used = token < later
+        block = tl.load(own_table + token // PAGE, mask=used, other=0)
+        slot = (block.to(tl.int64) * HEADS + head) * PAGE + token % PAGE
+        source = cache + slot[:, None] * (2 * DIM) + dim[None, :]
+        at = target + (stored + token)[:, None] * (2 * DIM) + dim[None, :]
+        mask = used[:, None] & in_head
+        tl.store(at, tl.load(source, mask=mask, other=0.0), mask=mask)
+        tl.store(at + DIM, tl.load(source + DIM, mask=mask, other=0.0), mask=mask)
+
+
+def unpack_tokens(
+    rows: torch.Tensor,
+    places: torch.Tensor,
+    tail_start: torch.Tensor,
+    stores: torch.Tensor,
+    head_indptr: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    cache: torch.Tensor,
+    packed: PackedStores,
+    dense: torch.Tensor,
+) -> None:
+    """Write the tokens of every (request, KV head) to contiguous memory, in the cache's type.
+
+    Args:
+        rows: [R] int32 state rows, -1 for none.
+        places: [R] int32 batch indices.
+        tail_start: [rows] int32.
+        stores: [rows, S] int32 store blocks.
+        head_indptr: [rows, H + 1] int32 of this layer, contiguous.
+        block_table: [batch, W] int32 positional blocks.
+        lengths: [R * H] int32 of this layer, at most N each.
+        cache: [num_blocks, H, block_size, 2 * D] contiguous.
+        packed: The stores.
+        dense: [R * H, N, 2 * D] in the cache's type, contiguous, written up to each length.
+
+    """
+    heads, page, dim = cache.shape[1], cache.shape[2], cache.shape[3] // 2
+    tiles = triton.cdiv(dense.shape[1], TILE)
+    _unpack_kernel[(len(dense), max(1, min(_PROGRAMS, tiles)))](
+        rows,
+        places,
+        tail_start,
+        stores,
+        head_indptr,
+        block_table,
+        lengths,
+        cache,
+        cache.view(torch.uint8),
+        cache.view(torch.float16),
+        packed.rotation,
+        dense,
+        packed.scale,
+        stores.stride(0),
+        block_table.stride(0),
+        dense.stride(0),
+        HEADS=heads,
+        PAGE=page,
+        DIM=dim,
+        DIM_PAD=max(16, triton.next_power_of_2(dim)),
+        TILE=TILE,
+        STORE_BYTES=cache[0, 0].nbytes,
+        **packed.constants(dim),
+    )
