@@ -13,7 +13,9 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from tests.unit.ops.waits import waits_before
-from vllm_kvevict.ops.triton import centers, decode, gather, observe, page_table, slices
+from vllm_kvevict.ops.token_format import INT4, INT8
+from vllm_kvevict.ops.triton import centers, decode, gather, observe, page_table, slices, unpack
+from vllm_kvevict.ops.triton.packed import NOT_PACKED, PackedStores
 from vllm_kvevict.ops.triton.residency import AHEAD, RESERVED, Residency, resident
 
 pytestmark = pytest.mark.slow
@@ -21,8 +23,12 @@ pytestmark = pytest.mark.slow
 ATTEND = dict(
     HEADS=8, GROUP=4, GROUP_PAD=16, DIM=128, DIM_PAD=128, MERGE_ROWS=4, MERGE_AT_ONCE=8, PAGE=16,
     TILE=slices.TILE, WORDS=slices.WORDS, SOFTCAP=False, SINKS=True, RECORD=True, LOG2E=1.44,
-    FP8=False,
+    FP8=False, STORE_BYTES=8192, **NOT_PACKED,
 )  # fmt: skip
+FOUR_BITS, EIGHT_BITS = (
+    PackedStores.of(stored, 128, 16, torch.device("cpu")).constants(128) for stored in (INT4, INT8)
+)
+UNPACK = dict(HEADS=8, PAGE=16, DIM=128, DIM_PAD=128, TILE=slices.TILE, STORE_BYTES=8192)
 TABLE = dict(HEADS=8, PAGE=16, STORED=16, BLOCK=128, GROUP=5, DIM=80, QUERY=512, RECORD=True)
 PLAN = dict(
     HEADS=8, PAGE=16, WORDS=slices.WORDS, SMALLEST=64, BEFORE=96, STEP=16, BLOCK=256, WIDE=1024
@@ -30,6 +36,8 @@ PLAN = dict(
 FLOATS = dict(query="*bf16", cache="*bf16", out="*bf16", rings="*bf16", partial="*fp32")
 FLOATS |= dict(dense="*bf16")
 FLOATS |= dict(weights="*fp32", sinks="*fp32", scale="fp32", softcap="fp32", value_scale="fp32")
+FLOATS |= dict(codes="*u8", code_scales="*fp16", rotation="*i8", rotation_scale="fp32")
+FLOATS |= dict(factor="fp32")
 FLOATS |= dict(keys="*bf16", away="*fp32", centers="*i64")
 NUMBERS = (
     "num_sequences columns count head_tokens page_tokens indptr_layer lengths_layer pieces_layer "
@@ -38,6 +46,9 @@ NUMBERS = (
 ).split()
 KERNELS = [
     (decode._attend_kernel, ATTEND, dict(num_warps=4, num_stages=3)),
+    (decode._attend_kernel, ATTEND | FOUR_BITS, dict(num_warps=4, num_stages=3)),
+    (decode._attend_kernel, ATTEND | EIGHT_BITS, dict(num_warps=4, num_stages=3)),
+    (unpack._unpack_kernel, UNPACK | FOUR_BITS, {}),
     (slices._lengths_kernel, dict(HEADS=8, BLOCK=256), {}),
     (slices._plan_kernel, PLAN, {}),
     (page_table._page_table_kernel, TABLE, {}),
@@ -103,7 +114,9 @@ def by_name(part: object) -> str:
 def test_compiles(kernel, constants, options):
     made = compiled(kernel, constants, options, GPUTarget("cuda", 90, 32)).asm
     assert made["cubin"]
-    if kernel is decode._attend_kernel:
+    if constants.get("KEY_BITS"):
+        assert "mma.sync" in made["ptx"]
+    elif kernel is decode._attend_kernel:
         # Keys and values of later tiles are on their way while a tile is multiplied.
         assert made["ptx"].count("cp.async") > 16
         assert "mma.sync" in made["ptx"]
