@@ -407,6 +407,24 @@ def test_accepts_head_major_layout(
     build()
 
 
+@pytest.mark.parametrize("store_dtype", ["int4", "int8"])
+def test_refuses_stores_in_few_bits_where_they_were_not_tried(
+    build: Build, store_dtype: str
+) -> None:
+    few_bits = {"kv_eviction": {"policy": "snapkv", "store_dtype": store_dtype}}
+    build(additional_config=few_bits)
+    for options, reason in (
+        (dict(kv_cache_dtype="fp8"), "with an FP8 cache"),
+        (dict(dtype="bfloat16"), "for heads of less than 64 dimensions in 16 bits"),
+    ):
+        message = refusal(build, additional_config=few_bits, **options)
+        assert_sentence(message)
+        assert f"--kv-eviction-store-dtype int4 and int8 {reason}" in message
+    message = refusal(build, "DeepseekV2ForCausalLM", additional_config=few_bits)
+    assert_sentence(message)
+    assert "int4 and int8 for MLA models" in message
+
+
 ROWS = REFUSALS + GROUP_REFUSALS + LATENT_REFUSALS + LEARNED_REFUSALS + PRESSURE_REFUSALS
 ROWS += STORE_DTYPE_REFUSALS
 ROWS += GPU_STORE_REFUSALS
