@@ -142,9 +142,9 @@ def test_conversations_with_an_adapter_stay_in_the_kv_cache(setup):
     core.finish()
 
 
-def serve(folder: Path, setup: Setup) -> Any:
+def serve(folder: Path, setup: Setup, **changes: Any) -> Any:
     """A server that keeps states in the files of a folder, and none in host memory."""
-    core: Any = conversations(setup)
+    core: Any = conversations(setup, **changes)
     stores = core.scheduler._stores
     stores._memory, stores.reads.files = 0, StoreFiles(folder, {"model": "a"})
     core.worker.files = StoreFiles(folder, {"model": "a"})
@@ -192,6 +192,19 @@ def test_what_was_made_over_a_state_that_cannot_be_loaded_is_lost_too(setup, tmp
     third = say(core, second, 10, 4)
     run(core, third)
     assert counters(core).tokens_reused >= second.num_tokens - 40
+
+
+@pytest.mark.parametrize("setup", [SYNC, ASYNC], ids=["sync", "async"])
+def test_a_state_that_cannot_be_loaded_beside_vllms_offload(setup, tmp_path):
+    """vLLM fails if it loads blocks for a request in the step that lists it as preempted."""
+    core = serve(tmp_path, setup, offload=60)
+    request = core.add(tokens(150), 60)
+    run(core, request)
+    lose(core)
+    core.worker.cannot_load = lambda name: True
+    second = say(core, request, 60, 30)
+    run(core, second)
+    assert second.num_preemptions == 1 and second.num_output_tokens == 30
 
 
 def test_a_file_system_that_hangs_is_waited_for_for_a_limited_time(tmp_path, monkeypatch):

@@ -95,11 +95,15 @@ class OffloadGuard(Part):
         plan.settle_first = self.settle_first(plan.loads)
         self._paused = False
 
-    def before_reset(self, running: bool) -> None:
-        """Load nothing in the coming step if running requests are preempted.
+    def before_preemptions(self) -> None:
+        """Load nothing in the coming step.
 
-        The step lists them as preempted, and vLLM fails if it loads blocks for such a request.
+        The step lists these requests as preempted, and vLLM fails if it loads blocks for such a
+        request.
         """
+        self._paused = True
+
+    def before_reset(self, running: bool) -> None:
         self._paused |= running
 
     def settle(self, evictions: Iterable[Eviction]) -> set[int]:

@@ -52,6 +52,9 @@ class Part:
         """
         return False
 
+    def before_preemptions(self) -> None:
+        """Called before running requests are preempted between two steps."""
+
     def before_reset(self, running: bool) -> None:
         """Called before the prefix cache is reset.
 

@@ -260,6 +260,8 @@ class EvictingScheduler(Scheduler):
         """
         if not lost:
             return
+        for part in self._parts:
+            part.before_preemptions()
         for request in reversed(self.running.copy()):
             if self._table.states[request.request_id].reused_store in lost:
                 self.running.remove(request)
