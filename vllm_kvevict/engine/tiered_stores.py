@@ -175,6 +175,9 @@ class TieredStores(PublishedStores):
             state.request_id, state.store_key.name if state.store_key else ""
         )
         if state.chain is not None:
+            # It may have waited for another store before.
+            for key in state.chain.keys:
+                self.reads.request_finished(state.request_id, key.name)
             self._save_turn(state, state.chain)
             return False
         store = state.base_store
