@@ -39,16 +39,16 @@ class PackedStores:
         cls, token_format: PackedFormat, head_size: int, block_size: int, device: torch.device
     ) -> "PackedStores":
         """Return the stores of pages that hold ``block_size`` other tokens."""
-        matrix = hadamard(head_size, device)
-        scale = float(matrix.abs().max())
-        rotation = (matrix / scale).round().to(torch.int8)
-        return cls(rotation, scale, token_format, token_format.page_tokens(block_size))
+        # On the CPU first: ``device`` may be ``meta``, on which nothing is computed.
+        matrix = hadamard(head_size, torch.device("cpu"))
+        rotation = matrix.sign().to(torch.int8).to(device)
+        return cls(rotation, (head_size & -head_size) ** -0.5, token_format, token_format.page_tokens(block_size))
 
     def constants(self, head_size: int) -> dict[str, int]:
         """Return the compile-time arguments of a kernel."""
         tiles = triton.cdiv(self.page_tokens, LANES)
-        if self.page_tokens % tiles:
-            raise ValueError(f"pages of {self.page_tokens} tokens are not {tiles} equal tiles")
+        while self.page_tokens % tiles:
+            tiles += 1
         return dict(
             STORE_PAGE=self.page_tokens,
             STORE_TILES=tiles,

@@ -201,7 +201,7 @@ def _scratch(
         vllm_config.model_config.dtype.itemsize,
         vllm_config.cache_config.cache_dtype in CACHE_DTYPES,
     )
-    return Scratch(kernel, shape, torch.device("meta"))
+    return Scratch(kernel, shape, torch.device("meta"), config.token_format)
 
 
 def _workspace(
