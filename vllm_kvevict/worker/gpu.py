@@ -180,16 +180,19 @@ class EvictingWorker(EvictionWorkerMixin):
                 itemsize=self.model_config.dtype.itemsize,
                 fp8=self.cache_config.cache_dtype in CACHE_DTYPES,
             )
+            stored = self.eviction_config.token_format
+            # Made here, because neither the workspace nor the memory of the cache keeps it in sleep.
+            stored.rotation(shape.head_size, self.device)
             with self._like_the_cache():
-                self._scratch = Scratch(
-                    self._kernel(), shape, self.device, self.eviction_config.token_format
-                )
+                self._scratch = Scratch(self._kernel(), shape, self.device, stored)
         return self._scratch
 
     def _outlives_sleep(self) -> Iterator[torch.Tensor]:
         yield from super()._outlives_sleep()
         assert self._scratch is not None
         yield self._scratch.partials.arrived
+        if self._scratch.packed is not None:
+            yield self._scratch.packed.rotation
         for buffers in self._buffers:
             yield from buffers.constants
 

@@ -8,7 +8,8 @@ import torch
 
 from vllm_kvevict.attention import flash
 from vllm_kvevict.attention.flash import EvictingFlashImpl
-from vllm_kvevict.attention.scratch import PARTIAL_BYTES, Scratch, Shape
+from vllm_kvevict.attention.scratch import DENSE_BYTES, PARTIAL_BYTES, Scratch, Shape
+from vllm_kvevict.ops.token_format import INT4
 from vllm_kvevict.ops.triton.residency import Residency
 
 LLAMA = Shape(
@@ -44,6 +45,19 @@ def test_only_version_3_is_told_how_many_splits(version, splits, monkeypatch):
     one = torch.zeros(1, dtype=torch.int32)
     impl.attend_pages(layer, pages, pages, pages, pages, one, one, one, 1, 16, 7, None)
     assert given["num_splits"] == splits
+
+
+@pytest.mark.parametrize("kernel", ["flash", "triton"])
+def test_stores_in_few_bits_are_read_by_the_triton_kernel(kernel):
+    """Whatever the number of sequences; and there is room to unpack the longest request."""
+    few, meta = replace(LLAMA, max_requests=1), torch.device("meta")
+    plain, packed = Scratch(kernel, few, meta), Scratch(kernel, few, meta, INT4)
+    assert packed.by_slices(1) and plain.by_slices(1) == (kernel == "triton")
+    assert packed.op_bytes == plain.op_bytes + DENSE_BYTES
+    longer = replace(few, max_model_len=65536)
+    token = 2 * 2 * LLAMA.num_heads * LLAMA.head_size
+    grown = Scratch(kernel, longer, meta, INT4).op_bytes - plain.op_bytes
+    assert grown == 65536 * token > DENSE_BYTES
 
 
 def test_stages_by_sequences():

@@ -11,7 +11,7 @@ from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.memory_budget import evictable_layers
 from vllm_kvevict.config.profile import Profile
 from vllm_kvevict.serving import support
-from vllm_kvevict.serving.gpu_stores import GPU_STORE_REFUSALS
+from vllm_kvevict.serving.gpu_stores import GPU_STORE_REFUSALS, XFORMERS
 from vllm_kvevict.serving.identity import identity
 from vllm_kvevict.serving.latent import LATENT_REFUSALS
 from vllm_kvevict.serving.support import (
@@ -202,18 +202,25 @@ def test_rocm_is_served_but_for_fp8_caches(build: Build, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("store_dtype", ["int4", "int8"])
-def test_refuses_stores_in_few_bits_on_gpus(
+def test_refuses_stores_in_few_bits_that_no_kernel_of_gpus_reads(
     build: Build, monkeypatch: pytest.MonkeyPatch, store_dtype: str
 ) -> None:
     from vllm.platforms import current_platform
 
-    config, stored = build(), EvictionConfig(policy="snapkv", store_dtype=store_dtype)
-    support.check(config, stored)
+    config, drafts = build(), build(speculative_config=NGRAM)
+    stored = EvictionConfig(policy="snapkv", store_dtype=store_dtype)
+    support.check(drafts, stored)
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     monkeypatch.setattr(current_platform, "is_cuda_alike", lambda: True)
-    _check(config)
-    with pytest.raises(ValueError, match="--kv-eviction-store-dtype int4 and int8 on") as caught:
-        support.check(config, stored)
+    support.check(config, stored)
+    _check(drafts)
+    with pytest.raises(ValueError, match="int4 and int8 with speculative decoding on") as caught:
+        support.check(drafts, stored)
+    assert_sentence(str(caught.value))
+    xformers = dict(policy="snapkv", attention="xformers")
+    support.check(config, EvictionConfig(**xformers))
+    with pytest.raises(ValueError, match="with --kv-eviction-attention xformers") as caught:
+        support.check(config, EvictionConfig(**xformers, store_dtype=store_dtype))
     assert_sentence(str(caught.value))
 
 
@@ -427,7 +434,7 @@ def test_refuses_stores_in_few_bits_where_they_were_not_tried(
 
 ROWS = REFUSALS + GROUP_REFUSALS + LATENT_REFUSALS + LEARNED_REFUSALS + PRESSURE_REFUSALS
 ROWS += STORE_DTYPE_REFUSALS
-ROWS += GPU_STORE_REFUSALS
+ROWS += (*GPU_STORE_REFUSALS, XFORMERS)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)

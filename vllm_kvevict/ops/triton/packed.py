@@ -42,7 +42,12 @@ class PackedStores:
         # On the CPU first: ``device`` may be ``meta``, on which nothing is computed.
         matrix = hadamard(head_size, torch.device("cpu"))
         rotation = matrix.sign().to(torch.int8).to(device)
-        return cls(rotation, (head_size & -head_size) ** -0.5, token_format, token_format.page_tokens(block_size))
+        return cls(
+            rotation,
+            (head_size & -head_size) ** -0.5,
+            token_format,
+            token_format.page_tokens(block_size),
+        )
 
     def constants(self, head_size: int) -> dict[str, int]:
         """Return the compile-time arguments of a kernel."""
