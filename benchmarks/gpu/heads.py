@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_kvevict.attention.scratch import BEFORE_SEQUENCE, MIN_SLICE, Scratch, Shape
+from vllm_kvevict.ops.token_format import AS_CACHED, TokenFormat
 from vllm_kvevict.ops.triton.decode import Ring, decode_attention
 from vllm_kvevict.ops.triton.observe import observe_tokens
 from vllm_kvevict.ops.triton.page_table import write_page_table
@@ -24,7 +25,7 @@ class Step:
 
     Args:
         requests: R.
-        budget: Tokens per head in the store, on average; a multiple of the block size.
+        budget: Tokens per head in the store, on average; a multiple of the tokens of its pages.
         tail: Tokens behind the tail start.
         shape: KV heads, query heads per KV head, head size, block size.
         dtype: Of queries and cache.
@@ -33,6 +34,7 @@ class Step:
         sigma: Standard deviation of the logarithm of a head's share of the store.
         layers: Of a model, whose lengths and plans of work are made together.
         cache_bytes: As :data:`CACHE_BYTES`.
+        stored: Format of the tokens of stores.
 
     """
 
@@ -46,12 +48,16 @@ class Step:
     sigma: float = 1.0
     layers: int = 32
     cache_bytes: int = CACHE_BYTES
+    stored: TokenFormat = AS_CACHED
 
     def __post_init__(self) -> None:
         heads, page = self.shape.num_heads, self.shape.block_size
-        if self.budget % page:
-            raise ValueError(f"a budget of {self.budget} is no multiple of {page} tokens")
-        self.store_blocks = self.budget // page
+        self.page_tokens = self.stored.page_tokens(page)
+        if self.budget % self.page_tokens:
+            raise ValueError(
+                f"a budget of {self.budget} is no multiple of {self.page_tokens} tokens"
+            )
+        self.store_blocks = self.budget // self.page_tokens
         self.tail_blocks = -(-self.tail // page)
         per_request = self.store_blocks + self.tail_blocks
         blocks = self.requests * per_request + 1
@@ -60,6 +66,10 @@ class Step:
         on = dict(dtype=self.dtype, device=self.device)
         count = self.cache_bytes // (blocks * heads * page * content * self.dtype.itemsize)
         self.caches = [torch.randn(shape, **on) for _ in range(min(self.layers, max(1, count)))]
+        if not self.stored.as_cached:
+            # Random bytes are no scales.
+            for cache in self.caches:
+                cache.view(torch.float16).fill_(0.01)
         rand = torch.Generator().manual_seed(0)
         ids = torch.randperm(blocks - 1, generator=rand).view(self.requests, per_request) + 1
         numbers = dict(dtype=torch.int32, device=self.device)
@@ -86,7 +96,7 @@ class Step:
         self.back = torch.ones_like(self.rows)
         self.out = torch.empty_like(self.query)
         self.flash = Scratch("flash", self.shape, self.device)
-        self.triton = Scratch("triton", self.shape, self.device)
+        self.triton = Scratch("triton", self.shape, self.device, self.stored)
         sequences = self.requests * heads
         self.slices = Slices.room(self.layers, sequences, self.triton.programs, self.device)
         self.stages = self.triton.stages(sequences)
@@ -94,8 +104,11 @@ class Step:
     @property
     def num_bytes(self) -> int:
         """Keys and values that a layer must read."""
-        tokens = self.requests * self.shape.num_heads * (self.budget + self.tail)
-        return tokens * 2 * self.shape.head_size * self.dtype.itemsize
+        size = self.shape.head_size
+        plain = 2 * size * self.dtype.itemsize
+        stored = plain if self.stored.as_cached else sum(self.stored.planes(size))
+        heads = self.requests * self.shape.num_heads
+        return heads * (self.budget * stored + self.tail * plain)
 
     @property
     def scale(self) -> float:
@@ -109,14 +122,14 @@ class Step:
         """Lengths of all heads, once a step for all layers, as FlashAttention needs them."""
         head_lengths(
             self.rows, self.rows, self.seq_lens, self.tail_start, self.head_indptr, self.lengths,
-            self.shape.block_size,
+            self.page_tokens,
         )  # fmt: skip
 
     def plan(self) -> None:
         """The plan of work of our kernel, once a step for all layers."""
         plan_slices(
             self.rows, self.rows, self.rows, self.seq_lens, self.tail_start, self.head_indptr,
-            self.slices, self.shape.block_size, self.shape.block_size, MIN_SLICE,
+            self.slices, self.shape.block_size, self.page_tokens, MIN_SLICE,
             BEFORE_SEQUENCE,
         )  # fmt: skip
 
@@ -124,7 +137,8 @@ class Step:
         """Our decode kernel, which records the queries too."""
         decode_attention(
             self.query, self.cache(layer), self.out, self.stores, self.block_table, self.slices,
-            layer, self.triton.partials, self.scale, 0.0, self.stages, ring=self.ring(layer),
+            layer, self.triton.partials, self.scale, 0.0, self.stages,
+            ring=self.ring(layer), packed=self.triton.packed,
         )  # fmt: skip
 
     def run_triton(self) -> None:

@@ -5,6 +5,7 @@ import torch
 
 from tests.interpreted.fakes import Backend, common_of
 from tests.ragged import Ragged, random_ragged
+from vllm_kvevict.ops.token_format import AS_CACHED, INT4
 
 pytestmark = pytest.mark.gpu
 GROUP, DIM = 4, 128
@@ -22,11 +23,14 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual.cpu().double(), expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
+@pytest.mark.parametrize("stored", [AS_CACHED, INT4], ids=["16 bits", "int4"])
 @pytest.mark.parametrize("kernel", ["flash", "triton"])
-def test_a_decode_step_replayed_in_a_graph(kernel):
+def test_a_decode_step_replayed_in_a_graph(kernel, stored):
     """Later batches are entered in place; nothing waits for the GPU; the replay sees them."""
     size = 8
     hosts = [batch_of(seed, 6, padding=2) for seed in (1, 2)]
+    if not stored.as_cached:
+        hosts = [host.packed(stored) for host in hosts]
     live = hosts[0].to("cuda")
     blocks = max(len(host.cache) for host in hosts)
     cache = torch.zeros(blocks, *live.cache.shape[1:], dtype=live.cache.dtype, device="cuda")
@@ -64,9 +68,12 @@ def test_a_decode_step_replayed_in_a_graph(kernel):
         close(out, expected)
 
 
+@pytest.mark.parametrize("stored", [AS_CACHED, INT4], ids=["16 bits", "int4"])
 @pytest.mark.parametrize("kernel", ["flash", "triton"])
-def test_a_mixed_step(kernel):
+def test_a_mixed_step(kernel, stored):
     host = batch_of(3, 6)
+    if not stored.as_cached:
+        host = host.packed(stored)
     evicted = host.tail_start[host.rows.long()] > 0
     assert evicted.any() and not evicted.all()
     counts = [1 + 3 * (request % 2) for request in range(6)]

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tests.kernels import choose, defensive, keep, opcheck, pages, probe, score
+from tests.kernels import choose, defensive, keep, opcheck, packed, pages, probe, score
 from tests.kernels.scene import Lengths, Scene, Shape
 from vllm_kvevict.ops.cuda import extension
 from vllm_kvevict.ops.cuda.allocate import batch_pages
@@ -48,9 +48,26 @@ def test_allocate_and_select(case):
         choose.check_padded("cuda", *case, seed=seed)
 
 
+@pytest.mark.parametrize("shape", packed.COMPACT_CASES, ids=range(len(packed.COMPACT_CASES)))
+@pytest.mark.parametrize("in_place", [False, True], ids=["", "in place"])
+def test_compact_to_few_bits(shape, in_place):
+    packed.check_compact("cuda", shape, in_place)
+
+
+def test_elements_that_are_no_numbers_in_few_bits():
+    packed.check_odd_elements("cuda")
+
+
+@pytest.mark.parametrize("case", packed.CASES, ids=range(len(packed.CASES)))
+def test_scores_of_stores_in_few_bits(case):
+    score.check_scores("cuda", case)
+    defensive.check_scores("cuda", case)
+
+
 @pytest.mark.parametrize("floor", [0.0, 0.2, 1.0])
-def test_allocate_and_select_a_batch(floor):
-    choose.check_batch("cuda", choose.BATCH, floor)
+@pytest.mark.parametrize("shape", [choose.BATCH, choose.STORED], ids=["as cached", "in few bits"])
+def test_allocate_and_select_a_batch(shape, floor):
+    choose.check_batch("cuda", shape, floor)
 
 
 @pytest.mark.parametrize("kind", ["few", "steep"])

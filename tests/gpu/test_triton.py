@@ -10,6 +10,7 @@ from tests.triton_cases import (
     check_observe,
     check_page_table,
 )
+from vllm_kvevict.ops.token_format import INT4, INT8
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -32,6 +33,20 @@ def test_decode(dtype, softcap, dim):
 def test_decode_over_an_fp8_cache(dtype, dim):
     options = dict(requests=5, padding=2, longest_tail=300, store_blocks=8, fp8=True)
     check_decode("cuda", dtype, seed=dim, dim=dim, programs=7, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("stored", [INT4, INT8], ids=["int4", "int8"])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+def test_decode_over_stores_in_few_bits(dtype, stored, dim):
+    options = dict(requests=5, padding=2, longest_tail=300, store_blocks=8, stored=stored)
+    check_decode("cuda", dtype, seed=dim, dim=dim, programs=7, **options)
+
+
+@pytest.mark.parametrize("block_size", [32, 64, 128])
+def test_decode_over_pages_of_several_tiles(block_size):
+    options = dict(requests=9, heads=8, block_size=block_size, stored=INT4, dim=64, layers=1)
+    check_decode("cuda", torch.bfloat16, seed=2, programs=100, **options)
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])

@@ -181,7 +181,7 @@ class EvictingWorker(EvictionWorkerMixin):
                 fp8=self.cache_config.cache_dtype in CACHE_DTYPES,
             )
             stored = self.eviction_config.token_format
-            # Made here, because neither the workspace nor the memory of the cache keeps it in sleep.
+            # Made here, because the workspace and the memory of the cache do not outlive sleep.
             stored.rotation(shape.head_size, self.device)
             with self._like_the_cache():
                 self._scratch = Scratch(self._kernel(), shape, self.device, stored)

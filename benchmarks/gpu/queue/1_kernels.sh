@@ -8,6 +8,5 @@ part networks "${pytest[@]}" tests/gpu/test_kernels.py -k networks
 part tests "${pytest[@]}" tests/gpu/test_fused.py tests/gpu/test_backend.py
 part decode "${pytest[@]}" tests/gpu/test_triton.py -k "decode or slices"
 measured tune --stages 3,5 --before 0,96 --tile 32,64 --sigma 0.5 --repeats 6
-# The trial of the decode loop over four bits, where the checkout has one.
-if [[ -e benchmarks/gpu/store_bits.py ]]; then measured store_bits; fi
+measured store_bits
 ended
