@@ -117,9 +117,24 @@ def rotate_sums_back(
 
 
 @triton.jit
-def _unpacked(levels, scales, read, dim, BITS: tl.constexpr, GROUPS: tl.constexpr):
-    """Return elements [TILE, DIM_PAD] float32 from levels and from scales [TILE] of each group."""
-    centred = levels.to(tl.float32) - ((1 << BITS) - 1) / 2
+def _unpacked(
+    codes, scales, read, dim, SHIFT: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr
+):
+    """Return elements [TILE, DIM_PAD] float32.
+
+    GPUs convert integers at a quarter of the rate or less. A level is therefore put into the
+    fraction of a power of two: the float32 with these bits is the power and the level.
+
+    Args:
+        codes: [TILE, DIM_PAD] int32 with the levels from bit ``SHIFT`` on, at least 1.
+        scales: [TILE] addresses of the scales of the first group.
+        read: [TILE] bool; elements are 0 where it is False.
+        dim: [DIM_PAD] dimensions.
+
+    """
+    POWER: tl.constexpr = 23 - SHIFT
+    bits = (codes & (((1 << BITS) - 1) << SHIFT)) | ((POWER + 127) << 23)
+    centred = bits.to(tl.float32, bitcast=True) - ((1 << POWER) + ((1 << BITS) - 1) / 2)
     scale = tl.load(scales, mask=read, other=0.0).to(tl.float32)[:, None]
     if GROUPS > 1:
         for group in tl.static_range(1, GROUPS):
@@ -150,16 +165,14 @@ def load_stored_tile(
     page = codes + physical * PAGE_BYTES
     at = token[:, None] * DIM + dim[None, :]
     read = used[:, None] & (dim < DIM)[None, :]
-    first = tl.load(page + at, mask=read, other=0)
-    if JOINT:
-        keys = first >> VALUE_BITS
-        values = first & ((1 << VALUE_BITS) - 1)
-    else:
-        keys = first
-        values = tl.load(page + STORE_PAGE * DIM + at, mask=read, other=0)
+    keys = tl.load(page + at, mask=read, other=0).to(tl.int32) << 1
+    values = keys
+    if not JOINT:
+        values = tl.load(page + STORE_PAGE * DIM + at, mask=read, other=0).to(tl.int32) << 1
+    KEY_SHIFT: tl.constexpr = VALUE_BITS + 1 if JOINT else 1
     own = scales + physical * (PAGE_BYTES // 2) + PLANES * STORE_PAGE * DIM // 2
     own = own + token * (2 * GROUPS)
     return (
-        _unpacked(keys, own, used, dim, KEY_BITS, GROUPS),
-        _unpacked(values, own + GROUPS, used, dim, VALUE_BITS, GROUPS),
+        _unpacked(keys, own, used, dim, KEY_SHIFT, KEY_BITS, GROUPS),
+        _unpacked(values, own + GROUPS, used, dim, 1, VALUE_BITS, GROUPS),
     )
