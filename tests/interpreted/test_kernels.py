@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.interpreted.interleave import interleaved
+from tests.nightly import covering
 from tests.triton_cases import (
     check_centers,
     check_decode,
@@ -28,11 +29,17 @@ def test_decode_over_an_fp8_cache(dtype, softcap):
     check_decode("cpu", dtype, seed=6, softcap=softcap, padding=1, fp8=True)
 
 
-@pytest.mark.parametrize("programs", [1, 5, 24])
 @pytest.mark.parametrize(
-    ("stored", "dim"),
-    [(INT4, 64), (INT8, 128), (PackedFormat(5, 3, 60), 256), (INT4, 80), (INT4, 96)],
-    ids=["int4", "int8", "5 and 3 bits", "80 dimensions", "96 dimensions"],
+    ("stored", "dim", "programs"),
+    covering(
+        [
+            pytest.param(INT4, 64, id="int4"),
+            pytest.param(INT8, 128, id="int8"),
+            pytest.param(PackedFormat(5, 3, 60), 256, id="5 and 3 bits"),
+            pytest.param(INT4, 80, id="80 dimensions"),
+        ],
+        [1, 5, 24],
+    ),
 )
 def test_decode_over_stores_in_few_bits(stored, dim, programs):
     # Pieces that end inside a page of a store, in the tail, and requests without a store.

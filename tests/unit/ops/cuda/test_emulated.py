@@ -7,6 +7,10 @@ from tests.kernels import choose, defensive, keep, packed, pages, probe, score
 from tests.nightly import covering
 from vllm_kvevict.ops.cuda import pages as operations_on_pages
 
+PACKED_SHAPES = [
+    pytest.param(shape, id=str(index)) for index, shape in enumerate(packed.COMPACT_CASES)
+]
+
 pytestmark = [pytest.mark.usefixtures("emulated"), pytest.mark.slow]
 
 
@@ -29,8 +33,16 @@ def test_allocate_and_select(case):
         choose.check_padded("cpu", *case, seed=seed)
 
 
-@pytest.mark.parametrize("floor", [0.0, 0.2, 1.0])
-@pytest.mark.parametrize("shape", [choose.BATCH, choose.STORED], ids=["as cached", "in few bits"])
+@pytest.mark.parametrize(
+    ("floor", "shape"),
+    covering(
+        [0.0, 0.2, 1.0],
+        [
+            pytest.param(choose.BATCH, id="as cached"),
+            pytest.param(choose.STORED, id="in few bits"),
+        ],
+    ),
+)
 def test_allocate_and_select_a_batch(shape, floor):
     choose.check_batch("cpu", shape, floor)
 
@@ -118,7 +130,7 @@ def test_probe_and_a_key_that_is_not_a_number(units):
     probe.check_not_a_number("cpu", *probe.CASES[0], units)
 
 
-@pytest.mark.parametrize(("shape", "in_place"), covering(packed.COMPACT_CASES, [False, True]))
+@pytest.mark.parametrize(("shape", "in_place"), covering(PACKED_SHAPES, [False, True]))
 def test_compact_to_few_bits(shape, in_place):
     packed.check_compact("cpu", shape, in_place)
 
@@ -128,7 +140,14 @@ def test_elements_that_are_no_numbers_in_few_bits():
 
 
 @pytest.mark.parametrize(
-    ("case", "check"), covering(packed.CASES, [score.check_scores, defensive.check_scores])
+    ("case", "check"),
+    covering(
+        [pytest.param(case, id=str(index)) for index, case in enumerate(packed.CASES)],
+        [
+            pytest.param(score.check_scores, id="window"),
+            pytest.param(defensive.check_scores, id="defensive"),
+        ],
+    ),
 )
 def test_scores_of_stores_in_few_bits(case, check):
     check("cpu", case)
