@@ -91,6 +91,7 @@ def worker(soft_cap: float, sinks: torch.Tensor | None = None) -> EvictingWorker
         model_config=SimpleNamespace(max_model_len=64, dtype=torch.float32),
         cache_config=SimpleNamespace(kv_cache_memory_bytes=None, cache_dtype="auto"),
         device=torch.device("cpu"),
+        eviction_config=CONFIG,
     ).items():
         setattr(one, name, value)
     return one
