@@ -78,6 +78,7 @@ def test_uneven_heads(dtype, tolerance, softcap, counts, fp8, sinks):
         table[None],
         lengths[None],
         torch.tensor([0, *per_sequence.cumsum(0).tolist()], dtype=torch.int32),
+        torch.zeros_like(lengths[None]),
         order,
     )
     impl = EvictingCPUImpl.__new__(EvictingCPUImpl)
