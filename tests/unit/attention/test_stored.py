@@ -36,7 +36,7 @@ def some_cache(token_format, dtype, size, softcap, sinks):
         (INT8, torch.float32, 96),
         (BYTES, torch.float32, 8),
     ],
-    ids=str,
+    ids=["int4-64", "int4-128-bf16", "int4-64-fp16", "int8-96", "bytes-8"],
 )
 @pytest.mark.parametrize(("softcap", "sinks"), [(0.0, False), (5.0, True)])
 @pytest.mark.parametrize("counts", [[1, 1, 1], [1, 3, 3]], ids=str)

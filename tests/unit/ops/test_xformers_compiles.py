@@ -6,7 +6,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tests.unit.ops.test_triton_compiles import FLOATS, KERNELS, NUMBERS
-from vllm_kvevict.ops.triton import gather, page_table, splits
+from vllm_kvevict.ops.triton import gather, page_table, slices
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +44,7 @@ def test_the_paged_kernel():
 
 
 @pytest.mark.parametrize(
-    "kernel", [gather._gather_kernel, page_table._page_table_kernel, splits._lengths_kernel]
+    "kernel", [gather._gather_kernel, page_table._page_table_kernel, slices._lengths_kernel]
 )
 def test_our_kernels_for_turing(kernel):
     constants = next(constants for other, constants, _ in KERNELS if other is kernel)
