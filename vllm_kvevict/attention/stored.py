@@ -22,6 +22,32 @@ LEAST = -1e30
 """Maximum logit of a page that no query attends to: finite, so that its weight is 0 and not NaN."""
 
 
+def warm_up(cache: LayerCache) -> None:
+    """Compile what evictions and decode steps over stores run, before there is a request.
+
+    Nothing is written.
+    """
+    if not isinstance(cache.token_format, PackedFormat) or not cache.pages.is_cpu:
+        return
+    size, bits = cache.layout.keys.shape[1], cache.token_format
+    cache.token_format.encode(torch.zeros(1, size), torch.zeros(1, size))
+    one = Pages(torch.tensor([0, 1]), torch.tensor([0]))
+    query = torch.zeros(1, 1, size)
+    decode(
+        query,
+        query,
+        cache.token_format.rotation(size, query.device),
+        one,
+        cache.planes,
+        (bits.key_bits, bits.value_bits),
+        one,
+        torch.tensor([1]),
+        cache.pages,
+        (cache.layout.keys, cache.layout.values),
+        cache.softcap,
+    )
+
+
 @dataclass
 class Parts:
     """Maxima and sums over parts of S sequences with Q queries each.

@@ -10,6 +10,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvevict.attention.latent import EvictingLatentImpl
+from vllm_kvevict.attention.stored import warm_up
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_layout import PageLayout
 from vllm_kvevict.cache.spec import EvictableAttentionSpec, EvictableLatentSpec
@@ -72,6 +73,7 @@ class EvictingCPUWorker(EvictionWorkerMixin, CPUWorker):
             layer = self._layer(name)
             if isinstance(layer.impl, EvictingLatentImpl):
                 layer.impl.layer = layer
+            warm_up(worker.cache(name))
 
 
 @lru_cache

@@ -54,6 +54,7 @@ MEANT = {
     "kv_eviction_budget": (64, 4000, "25%"),
     "kv_eviction_interval": (0, 1, 64),
     "kv_eviction_prefill_interval": (0, 128, 4000),
+    "kv_eviction_every": (0, 128, 4000),
     "kv_eviction_protect_first": (1, 32),
     "kv_eviction_when": ("always", "pressure"),
     "kv_eviction_at": (1, 150, -1, {"message": 0}, {"message": -2}, {"text": "na"}, {"text": "ba"}),

@@ -5,9 +5,10 @@ import torch
 
 from tests.token_formats import BYTES
 from vllm_kvevict.attention.per_head import PerHeadBatch
-from vllm_kvevict.attention.stored import StoredBatch
+from vllm_kvevict.attention.stored import StoredBatch, warm_up
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_layout import PageLayout
+from vllm_kvevict.ops.cpu.packed import decode_kernel
 from vllm_kvevict.ops.token_format import INT4, INT8
 
 BLOCK, HEADS, GROUP = 16, 2, 3
@@ -109,3 +110,17 @@ def test_every_query_sees_its_tokens(token_format, dtype, size, softcap, sinks, 
                 found = output[token, h * GROUP : (h + 1) * GROUP].double()
                 tolerance = 2e-5 if dtype == torch.float32 else 2e-2
                 assert torch.allclose(found, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("token_format", [INT4, INT8], ids=["int4", "int8"])
+def test_start_up_compiles_and_writes_nothing(token_format):
+    """Also over pages that hold anything."""
+    cache = some_cache(token_format, torch.float32, 64, 0.0, sinks=False)
+    before = cache.pages.view(torch.uint8).clone()
+    warm_up(cache)
+    assert torch.equal(cache.pages.view(torch.uint8), before)
+    kernel = decode_kernel(64, token_format.key_bits, token_format.value_bits, 1)
+    assert len(kernel.signatures) == 1
+    # A step runs what was compiled.
+    test_every_query_sees_its_tokens(token_format, torch.float32, 64, 0.0, False, [1, 1, 1])
+    assert len(kernel.signatures) == 1
