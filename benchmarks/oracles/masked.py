@@ -91,6 +91,8 @@ class MaskedModel:
     [1, heads, n, D] as they are after an eviction kept them; None if they stay as they are.
     """
 
+    stored: Callable | None = None
+
     def __init__(
         self, path: Path, attention: Callable = two_biases, stored: Callable | None = None
     ) -> None:
@@ -106,7 +108,7 @@ class MaskedModel:
         self.heads = self.model.config.num_attention_heads
         self.group = self.heads // self.model.config.num_key_value_heads
         self._masks: list[torch.Tensor] = []
-        self._in_store: list[torch.Tensor] = []
+        self.stored, self._in_store = stored, []
         for index, layer in enumerate(self.model.model.layers):
             layer.self_attn.in_store, layer.self_attn.stored = None, stored
             layer.self_attn.register_forward_pre_hook(self._hook(index), with_kwargs=True)
@@ -115,7 +117,7 @@ class MaskedModel:
         def hook(module, args, kwargs):
             if self._masks:
                 kwargs["attention_mask"] = self._masks[index]
-            if module.stored is not None:
+            if self.stored is not None:
                 module.in_store = self._in_store[index] if self._masks else None
             return args, kwargs
 
@@ -131,7 +133,8 @@ class MaskedModel:
         logits = [first.logits[0]]
         if n > start:
             self._masks = [self._mask(index, start, n, life) for index in range(self._layers)]
-            self._in_store = [self._stored(i, start, n, life) for i in range(self._layers)]
+            if self.stored is not None:
+                self._in_store = [self._stored(i, start, n, life) for i in range(self._layers)]
             rest = self.model(ids[:, start:], past_key_values=first.past_key_values)
             logits.append(rest.logits[0])
             self._masks = []
