@@ -115,9 +115,9 @@ def test_no_tensor_is_made_elsewhere(policy):
 def test_keys_are_read_only_where_scores_need_them(policy, monkeypatch):
     made, read, keys = worker(policy), [], LayerCache.key_sequences
 
-    def counted(cache, pages):
+    def counted(cache, pages, *more):
         read.append(pages.numel())
-        return keys(cache, pages)
+        return keys(cache, pages, *more)
 
     monkeypatch.setattr(LayerCache, "key_sequences", counted)
     for eviction in evictions(policy):
