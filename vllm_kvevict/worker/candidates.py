@@ -313,6 +313,8 @@ class CandidateReader:
         as [H, N]."""
         assert self.token_stats is not None
         floats = self.token_stats.layer(layer_name)[..., 0]
+        if floats.shape[1] == self.caches[layer_name].layout.block_size:
+            return floats[pages].flatten(1)
         stored, size = floats[pages[:, :store_pages]], self.caches[layer_name].layout.block_size
         positional = floats[pages[:, store_pages:], :size]
         return torch.cat([stored.flatten(1), positional.flatten(1)], dim=1)

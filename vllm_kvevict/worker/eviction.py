@@ -356,8 +356,10 @@ class WorkerEviction:
         names, needs, target_page = holdings.layer_names, policy.requirements, survivors.target_page
         for index, name in enumerate(names):
             source = survivors.source_page[index], survivors.source_slot[index]
-            from_store = survivors.columns[index] < holdings.stored_columns
-            self._caches[name].move(*source, target_page, from_store)
+            cache, from_store = self._caches[name], None
+            if not cache.token_format.as_cached:
+                from_store = survivors.columns[index] < holdings.stored_columns
+            cache.move(*source, target_page, from_store)
             if needs.floats_per_token and made is None and not needs.weighs:
                 assert self.token_stats is not None
                 self.token_stats.move(name, *source, target_page)

@@ -17,8 +17,8 @@ def test_only_policies_that_look_at_keys_read_them(policy, looks, fp8, monkeypat
     read: list[torch.Tensor] = []
     keys = LayerCache.key_sequences
 
-    def watched(cache: LayerCache, pages: torch.Tensor) -> torch.Tensor:
-        read.append(keys(cache, pages))
+    def watched(cache: LayerCache, pages: torch.Tensor, *more: int) -> torch.Tensor:
+        read.append(keys(cache, pages, *more))
         return read[-1]
 
     monkeypatch.setattr(LayerCache, "key_sequences", watched)
