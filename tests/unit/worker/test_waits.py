@@ -173,6 +173,7 @@ def test_the_layout_of_a_step_waits_for_nothing(kernel, monkeypatch):
             num_reqs=ROWS,
             query_start_loc_cpu=starts,
             seq_lens=torch.full((ROWS,), 200, dtype=torch.int32, device="cuda"),
+            seq_lens_cpu_upper_bound=torch.full((ROWS,), 200, dtype=torch.int32),
             block_table_tensor=torch.zeros(ROWS, 20, dtype=torch.int32, device="cuda"),
             max_seq_len=200,
         )
