@@ -38,7 +38,7 @@ FOLDER = Path(".cache") / "demo"
 POLICY, BUDGET = "auto", "25%"
 """As in the first command of README, and as ``auto`` without a budget."""
 FEW_BITS = ["--kv-eviction-budget", "12.5%", "--kv-eviction-store-dtype", "int4"]
-"""What the server with four-bit stores is given after the flags of the other."""
+"""Flags of the server with four-bit stores, after those of the other server that evicts."""
 CHARACTERS = 8000
 """Of a text: about 1,800 tokens."""
 

@@ -243,7 +243,7 @@ def round_ratio(loads: list[Load], case: str, number: int, waiting: int, steps: 
 
 
 def measure_waiting(requests: int, waiting: int, steps: int, asynchronous: bool) -> dict[str, Any]:
-    """What documents that wait add to a step: ratios of two equal schedulers.
+    """Time that waiting documents add to a step, as ratios between two equal schedulers.
 
     Nobody waits (the error of the method); documents wait for files; their clients claim that
     another server computes them. Two equal schedulers differ by several percent, according to where

@@ -58,7 +58,7 @@ Score check_score(Pass pass, const std::vector<Tensor>& caches, const std::vecto
   work.packed = check_packed(format.page_tokens, head_size, format.key_bits, format.value_bits,
                              format.signs, block_size * slot);
   STD_TORCH_CHECK(format.key_bits == 0 || work.stored == Stored::kAsQueries,
-                  "packed stores are scored beside caches of the dtype of the rings");
+                  "scores of packed stores need a cache of the dtype of the rings");
   STD_TORCH_CHECK(format.key_bits > 0 || format.page_tokens == block_size,
                   "pages of a store that is not packed hold ", block_size, " tokens, not ",
                   format.page_tokens);

@@ -115,7 +115,7 @@ __device__ void unpack_rows(const Keys& keys, int first, unsigned char* tile) {
   }
 }
 
-// A tile of keys for the `stage`-th buffer: of FP8 keys, for those behind the first tile.
+// Loads a tile of keys into the `stage`-th buffer. FP8 keys use the buffers after the first one.
 template <typename T, int D, bool kPacked>
 __device__ void load_tile(const Keys& keys, int first, unsigned char* tiles, int stage) {
   using Shape = Tile<T, D>;

@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--batches", type=numbers, default=list(BATCHES))
     parser.add_argument("--budgets", type=numbers, default=list(BUDGETS))
     parser.add_argument("--max-model-len", type=int, default=32768)
-    parser.add_argument("--tail", type=int, default=96, help="tokens behind the tail start")
+    parser.add_argument("--tail", type=int, default=96, help="tokens in the tail")
     parser.add_argument(
         "--sigma",
         type=float,

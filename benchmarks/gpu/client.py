@@ -33,7 +33,7 @@ GAUGES = {
     "evictions": "vllm_kvevict:evictions_total",
     "postponed": "vllm_kvevict:postponed_evictions_total",
 }
-"""What is polled: the columns of the series, after the seconds."""
+"""Metrics that are polled. They are the columns of the series, after the time in seconds."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def steady(answers: Sequence[Answer], outputs: Sequence[int]) -> dict[str, float
 def figures(
     answers: Sequence[Answer], outputs: Sequence[int], series: Sequence[Sequence[float]]
 ) -> dict[str, Any]:
-    """What a load measured; see :func:`measure`."""
+    """Results of a load, as returned by :func:`measure`."""
     done = [(a, n) for a, n in zip(answers, outputs, strict=True) if a.error is None]
     found: dict[str, Any] = {
         "prompts": len(answers), "completed": len(done), "failed": len(answers) - len(done),

@@ -80,7 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batches", type=numbers, default=[16, 64])
     parser.add_argument("--budgets", type=numbers, default=[1024, 4096])
-    parser.add_argument("--tail", type=int, default=96, help="tokens behind the tail start")
+    parser.add_argument("--tail", type=int, default=96, help="tokens in the tail")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--heads", type=int, default=8, help="KV heads")
     parser.add_argument("--group", type=int, default=4, help="query heads per KV head")

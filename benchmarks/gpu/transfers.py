@@ -1,4 +1,4 @@
-"""What each call of the queue sends to the GPU machine, checked against the machine's limits.
+"""Checks each call of the queue against the limits of the GPU machine.
 
 ``python -m benchmarks.gpu.transfers``. A call is one command on a copy of the working tree: tracked
 files, others that git does not ignore, and the ignored folders that the call carries. It prints the
@@ -51,7 +51,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 def problems(call: Call, root: Path = ROOT, tree: int | None = None) -> list[str]:
-    """What is beyond a limit of the machine, or missing."""
+    """Return the limits of the machine that a call exceeds, and the folders that are missing."""
     size = tree_bytes(root) if tree is None else tree
     found = []
     for name in call.carried:

@@ -192,7 +192,7 @@ def check_tokens(
 ) -> tuple[int, int]:
     """Compare greedy tokens with the oracle's.
 
-    A token whose logit is within ``near`` of the oracle's highest agrees as well.
+    A token also agrees if its logit is within ``near`` of the highest logit of the oracle.
 
     Returns:
         How many agree, of how many.

@@ -83,12 +83,11 @@ class EvictingCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             plain = evicted & ~self.binding.state.weighted[rows]
             requests = plain.nonzero().flatten()
             if len(requests):
-                heads = PerHeadBatch.build(common, self.binding.state, rows[requests], requests)
-                if not self.binding.as_cached:
-                    stored, heads = (
-                        _stored(common, self.binding, rows[requests], requests, heads),
-                        None,
-                    )
+                evicted_requests = common, self.binding.state, rows[requests], requests
+                if self.binding.as_cached:
+                    heads = PerHeadBatch.build(*evicted_requests)
+                else:
+                    stored = StoredBatch.build(*evicted_requests)
             others = (~evicted).nonzero().flatten()
             if len(others):
                 subset, stock_tokens = _subset(common, others)
@@ -262,19 +261,6 @@ class EvictingCPUImpl(CPUAttentionBackendImpl):
             kv_cache_dtype=self.kv_cache_dtype,
         )
         heads.put(output[: heads.num_tokens], result)
-
-
-def _stored(
-    common: CommonAttentionMetadata,
-    binding: GroupBinding,
-    rows: torch.Tensor,
-    requests: torch.Tensor,
-    heads: PerHeadBatch,
-) -> StoredBatch:
-    """Return some evicted requests of a batch whose stores are in a format of their own."""
-    counts = common.query_start_loc.diff()[requests]
-    tail = common.seq_lens[requests] - binding.state.tail_start[rows]
-    return StoredBatch(heads, counts.tolist(), tail.tolist())
 
 
 def _subset(

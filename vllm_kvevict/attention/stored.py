@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvevict.attention.per_head import PerHeadBatch
 from vllm_kvevict.cache.layer_cache import LayerCache
+from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.ops.cpu.packed import Pages, decode
 from vllm_kvevict.ops.token_format import PackedFormat
 
@@ -129,6 +131,21 @@ class StoredBatch:
     heads: PerHeadBatch
     counts: list[int]
     tail: list[int]
+
+    @classmethod
+    def build(
+        cls,
+        common: CommonAttentionMetadata,
+        state: GroupState,
+        rows: torch.Tensor,
+        requests: torch.Tensor,
+    ) -> "StoredBatch":
+        """Lay out some evicted requests of a batch, with the arguments of
+        :meth:`PerHeadBatch.build`."""
+        counts = common.query_start_loc.diff()[requests]
+        tail = common.seq_lens[requests] - state.tail_start[rows]
+        heads = PerHeadBatch.build(common, state, rows, requests)
+        return cls(heads, counts.tolist(), tail.tolist())
 
     def attend(
         self, cache: LayerCache, query: torch.Tensor, layer: int, output: torch.Tensor

@@ -202,9 +202,9 @@ class EvictionConfig(BaseModel):
     store_dtype: Literal["auto", "int8", "int4"] = Field(
         default="auto",
         description=(
-            "Type of the tokens that evictions keep: int4 or int8, rotated and with a scale for "
-            "each token, of which a block holds 3.75 and 1.875 times as many; auto for the type of "
-            "the KV cache. With int4 and int8, a budget in percent is a share of the memory."
+            "Type in which evictions store the tokens that they keep. A block holds 3.75 times as "
+            "many tokens of int4 and 1.875 times as many of int8, and a budget in percent is a "
+            "share of the memory then; auto is the type of the KV cache."
         ),
     )
     audit: Share = Field(

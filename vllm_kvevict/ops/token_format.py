@@ -24,8 +24,9 @@ class TokenFormat:
     """Stored tokens as vLLM wrote them: in the type of the cache, FP8 with one scale per layer
     included.
 
-    A subclass states another format. Its pages consist of planes: the first bytes of all tokens of
-    the page, token by token, then the second bytes of all tokens, and so on.
+    Its tokens are moved as they are, so it has neither planes nor an encoding. A subclass states
+    another format. Its pages consist of planes: the first bytes of all tokens of the page, token by
+    token, then the second bytes of all tokens, and so on.
     """
 
     @property
