@@ -24,6 +24,7 @@ VALUES = {
     "window": "16",
     "interval": "64",
     "prefill_interval": "256",
+    "every": "0",
     "when": "always",
     "profile": "none",
     "calibrate_seconds": "60",
@@ -37,9 +38,14 @@ VALUES = {
     "store_memory": "64M",
     "store_path": "FOLDER,max=1G",
     "audit": "10%",
+    "store_dtype": "int4",
     "options": '{"floor": 0.3}',
 }
-"""Values of all flags that go together, but that a cap on budgets rules out ``none``."""
+"""Values of all flags that go together, but that a cap on budgets rules out ``none``, and that
+:data:`GROWING` replaces some."""
+
+GROWING = {"every": "256", "prefill_interval": None, "audit": None}
+"""A server for conversations that grow evicts at fixed positions only."""
 
 ALL_KEYS = {
     "prompt": "DOCUMENT\n\nQuestion: QUESTION",
@@ -48,6 +54,7 @@ ALL_KEYS = {
         "kv_eviction_budget": 320,
         "kv_eviction_interval": 64,
         "kv_eviction_prefill_interval": 256,
+        "kv_eviction_every": 0,
         "kv_eviction_protect_first": 32,
         "kv_eviction_when": "always",
         "kv_eviction_at": {"text": "\n\nQuestion:"},
@@ -86,12 +93,14 @@ def test_no_flag_and_no_key_is_left_out() -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("capped", [False, nightly(True)])
+@pytest.mark.parametrize("capped, growing", [(False, False), nightly(True, False), (False, True)])
 def test_requests_are_answered_before_and_after_the_rollback(
-    tiny_model: Path, tmp_path: Path, capped: bool
+    tiny_model: Path, tmp_path: Path, capped: bool, growing: bool
 ) -> None:
     """Without a cap a request may stay whole; with one it is refused until the rollback."""
     changes = {"allow": "snapkv"} if capped else {"max_budget": None}
+    if growing:
+        changes |= GROWING
     words = [*FLAGS, *flags(tmp_path / "stores", **changes)]
     with Server(tiny_model, words, tmp_path / "before.log") as server:
         for body in BODIES:
@@ -100,7 +109,8 @@ def test_requests_are_answered_before_and_after_the_rollback(
         assert server.evictions()["evictions"] > 0
 
     # Every flag, whether the others go together or not.
-    words = [*FLAGS, *flags(tmp_path / "stores", policy="none", attention="triton")]
+    together = {"every": "256", "policy": "none", "attention": "triton"}
+    words = [*FLAGS, *flags(tmp_path / "stores", **together)]
     with Server(tiny_model, words, tmp_path / "after.log") as server:
         assert [status(server, body) for body in BODIES] == [200] * len(BODIES)
         assert "vllm_kvevict" not in server._metrics()
