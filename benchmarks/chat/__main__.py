@@ -4,7 +4,9 @@
 
 The first turn of a chat asks for a summary, every other one for a number that stands in the
 document. Each turn sends the whole conversation, as clients of chat completions do. With
-``--sessions`` several chats share a document. (The shape is SCBench's, arXiv:2412.10319.)
+``--sessions`` several chats share a document. (The shape is SCBench's, arXiv:2412.10319.) With
+``--turn-tokens`` each later turn brings so many tokens of new text, as agents' turns do, and asks
+for a number of any earlier turn.
 Servers start one after the other; the machine should be idle.
 """
 
@@ -15,15 +17,17 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.chat.dialogue import Dialogue, Question, make
+from benchmarks.chat.dialogue import Dialogue, Question, make, make_growing
 from benchmarks.chat.measure import measure, missing
 from benchmarks.chat.report import markdown, plot
 from benchmarks.chat.servers import ROWS, Setting
+from benchmarks.demo import ITEM_SIZES
 from benchmarks.provenance import provenance, used
 from benchmarks.quality.local_chat import LocalChat
 from benchmarks.quality.ruler.sample import RulerSample
 from benchmarks.quality.ruler.tasks import characters_for
 from benchmarks.smollm2 import real_model
+from vllm_kvevict.serving.cpu_dtype import fast_dtype
 
 RESULT = Path(__file__).parents[1] / "results" / "chat.json"
 
@@ -41,12 +45,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--think", type=float, default=0, help="seconds between the turns of a chat")
     add("--rounds", action="store_true", help="turn 2 begins when all chats have had turn 1")
     add("--prompt-tokens", type=int, default=1500, help="of the first turn, about")
+    add("--turn-tokens", type=int, default=0, help="of the text that each later turn brings, about")
     add("--summary-tokens", type=int, default=64, help="of the first answer")
     add("--policy", default="auto")
     add("--budget", default="25%", help="tokens per KV head, or a share")
     add("--profile", default="auto", help="a file, auto, or none")
     add("--store-memory", default="4G", help="host memory for stores, of `tiers`")
     add("--every", type=int, default=128, help="tokens between evictions, of `every`")
+    add("--dtype", choices=ITEM_SIZES, default="", help="default: what this CPU computes fast")
     add("--seed", type=int, default=0)
     add("--work", type=Path, default=Path(".cache/chat"), help="folder of logs and stores")
     add("--out", type=Path, default=RESULT, help="table and picture are written beside it")
@@ -58,6 +64,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("--chats, --sessions, --at-once and --memory: 1 or more")
     if options.turns < 2:
         parser.error("--turns: 2 or more")
+    if options.turn_tokens and options.sessions > 1:
+        parser.error("--turn-tokens: chats that grow share no document; omit --sessions")
+    options.dtype = options.dtype or fast_dtype()
     return options
 
 
@@ -69,6 +78,10 @@ def dialogues(options: argparse.Namespace, chat: LocalChat) -> tuple[list[Dialog
 
     characters = characters_for("s-niah", options.prompt_tokens, count)
     shape = dict(turns=options.turns, characters=characters, summary_tokens=options.summary_tokens)
+    if options.turn_tokens:
+        shape["passage"] = options.turn_tokens * characters // options.prompt_tokens
+        grown = make_growing(options.chats, seed=options.seed, **shape)
+        return grown, make_growing(1, seed=options.seed - 1, **shape)[0]
     made = make(options.chats, sessions=options.sessions, seed=options.seed, **shape)
     return made, make(1, sessions=1, seed=options.seed - 1, **shape)[0]
 
@@ -101,14 +114,17 @@ def main() -> None:
     tokens = longest([*made, warm_up], chat)
     setting = Setting(
         model, tokens, options.memory, max(16, options.at_once), options.policy,
-        options.budget, options.profile, options.store_memory, options.every, options.work,
+        options.budget, options.profile, options.store_memory, options.every, options.dtype,
+        options.work,
     )  # fmt: skip
     result: dict[str, Any] = {
         "options": {key: str(value) for key, value in vars(options).items()},
         **provenance(),
-        "load": f"{options.chats} chats of {options.turns} turns, {options.sessions} a document, "
+        "load": f"{options.chats} chats of {options.turns} turns, "
+        + (f"{options.turn_tokens} tokens each, " if options.turn_tokens else "")
+        + f"{options.sessions} a document, "
         f"{options.at_once} at once, {options.think:g} s between turns, memory for "
-        f"{options.memory} chats of {tokens} tokens, budget {options.budget}",
+        f"{options.memory} chats of {tokens} tokens, budget {options.budget}, {options.dtype}",
         "tokens": tokens,
         "rows": [],
         "failed": [],

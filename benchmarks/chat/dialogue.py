@@ -15,6 +15,12 @@ NEEDLE = "One of the special magic numbers for {key} is: {value}."
 NEEDLE_TOKENS = 32
 """Most tokens of an answer that is a number in a sentence."""
 
+PASSAGE = (
+    "Here is more of the text. One more special magic number is hidden within it.\n{text}\n\n"
+    "{question}"
+)
+"""What the user says in a later turn of a chat that grows."""
+
 SUMMARIES = (
     "Summarize the text in a few sentences.",
     "What is this text about? Answer in a few sentences.",
@@ -97,16 +103,70 @@ def make(
     return [made[index % documents][index // documents] for index in range(count)]
 
 
+def make_growing(
+    count: int, turns: int, characters: int, passage: int, summary_tokens: int, seed: int = 0
+) -> list[Dialogue]:
+    """Dialogues in which every turn brings new text, as agents' do, and asks about older text.
+
+    The document and each later passage hide a number. Every turn but the first asks for the number
+    of an earlier turn, drawn at random.
+
+    Args:
+        count: Dialogues.
+        turns: Of each dialogue, 2 or more.
+        characters: Of a document, about.
+        passage: Characters of the text of each later turn, about.
+        summary_tokens: Most tokens of a summary.
+        seed: The same arguments give the same dialogues.
+
+    Raises:
+        ValueError: A number is too small.
+
+    """
+    if count < 1 or turns < 2 or passage < 1:
+        raise ValueError(
+            "chats: 1 or more, of 2 turns or more, with passages of 1 character or more"
+        )
+    return [
+        _growing(random.Random(f"growing/{seed}/{number}"), number, turns, characters, passage,
+                 summary_tokens)
+        for number in range(count)
+    ]  # fmt: skip
+
+
+def _growing(
+    rng: random.Random, number: int, turns: int, characters: int, passage: int, tokens: int
+) -> Dialogue:
+    needles = list(_needles(rng, turns).items())
+    parts = [
+        hide(rng, [NEEDLE.format(key=key, value=value)], passage if part else characters)
+        for part, (key, value) in enumerate(needles)
+    ]
+    context = CONTEXT.format(some="A", numbers="number is", noun="number", text=parts[0])
+    questions = [Question(SUMMARIES[number % len(SUMMARIES)], tokens)]
+    for turn in range(1, turns):
+        key, value = needles[rng.randrange(turn)]
+        text = QUESTION.format(are="is the", noun="number", keys=key)
+        said = PASSAGE.format(text=parts[turn], question=text)
+        questions.append(Question(said, NEEDLE_TOKENS, value))
+    return Dialogue(f"Document {number + 1}. {context}", tuple(questions))
+
+
+def _needles(rng: random.Random, count: int) -> dict[str, str]:
+    """So many distinct keys with distinct numbers."""
+    keys: dict[str, None] = {}
+    while len(keys) < count:
+        keys[f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"] = None
+    values = map(str, rng.sample(range(1_000_000, 10_000_000), len(keys)))
+    return dict(zip(keys, values, strict=True))
+
+
 def _sessions(
     rng: random.Random, number: int, turns: int, sessions: int, characters: int, tokens: int
 ) -> list[Dialogue]:
     """All sessions about one document, which holds a needle for each question about numbers."""
     asked = turns - 1
-    keys: dict[str, None] = {}
-    while len(keys) < sessions * asked:
-        keys[f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"] = None
-    values = map(str, rng.sample(range(1_000_000, 10_000_000), len(keys)))
-    needles = dict(zip(keys, values, strict=True))
+    needles = _needles(rng, sessions * asked)
     lines = [NEEDLE.format(key=key, value=value) for key, value in needles.items()]
     rng.shuffle(lines)
     text, one = hide(rng, lines, characters), len(lines) == 1

@@ -34,8 +34,8 @@ def of_turn(conversations: Sequence[Conversation], turn: int) -> dict[str, Any]:
 
     Returns:
         Number of the turn from 1, answers, right ones (None where no answer is right or wrong),
-        seconds to the first token (all and their median), tokens of the prompts and those of them
-        that no cache held.
+        seconds to the first token (all and their median), tokens of the prompts, those of them
+        that no cache held, and those that were neither in the turn before nor its answer.
 
     """
     pairs = [(one.dialogue.questions[turn], one.answers[turn]) for one in conversations]
@@ -49,7 +49,16 @@ def of_turn(conversations: Sequence[Conversation], turn: int) -> dict[str, Any]:
         "ttft_s": [answer.ttft_s for answer in answers],
         "prompt_tokens": sum(answer.prompt_tokens for answer in answers),
         "computed_tokens": sum(answer.computed_tokens for answer in answers),
+        "new_tokens": sum(_new_tokens(one, turn) for one in conversations),
     }
+
+
+def _new_tokens(conversation: Conversation, turn: int) -> int:
+    tokens = conversation.answers[turn].prompt_tokens
+    if turn:
+        before = conversation.answers[turn - 1]
+        tokens -= before.prompt_tokens + before.output_tokens
+    return tokens
 
 
 def phases(turns: int, rounds: bool) -> list[int]:
@@ -93,7 +102,8 @@ def measure(
     seconds, peak = 0.0, 0
     setting.work.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=setting.work, prefix="stores-") as folder:
-        for part in (planned[:1], planned[1:]) if row.restarts else (planned,):
+        middle = len(planned) // 2
+        for part in (planned[:middle], planned[middle:]) if row.restarts else (planned,):
             with setting.start(name, Path(folder)) as server:
                 converse(server, [Conversation(warm_up)], turns, 1, 0, xargs)
                 before = counts(server)

@@ -36,11 +36,12 @@ def markdown(result: dict[str, Any]) -> str:
 
 def _turns(rows: Sequence[dict[str, Any]]) -> list[str]:
     lines = [
-        "Computed: prompt tokens of all chats that no cache and no store held.",
+        "Computed: prompt tokens of all chats that no cache and no store held. New: those that "
+        "were neither in the prompt of the turn before nor in its answer.",
         "",
         row("server", "turn", "right answers", "TTFT, median, s", "of stock's", "prompt tokens",
-            "computed"),
-        row("---", "---:", *["---:"] * 5),
+            "new", "computed", "of the new"),
+        row("---", "---:", *["---:"] * 7),
     ]  # fmt: skip
     stock = _stock(rows)
     for one in rows:
@@ -50,7 +51,8 @@ def _turns(rows: Sequence[dict[str, Any]]) -> list[str]:
                 row(
                     one["title"], str(turn["turn"]), _right(turn), f"{turn['ttft_s_median']:.2f}",
                     _ratio(turn["ttft_s_median"], base), f"{turn['prompt_tokens']:,}",
-                    f"{turn['computed_tokens']:,}",
+                    f"{turn['new_tokens']:,}", f"{turn['computed_tokens']:,}",
+                    _ratio(turn["computed_tokens"], turn["new_tokens"]),
                 )
             )  # fmt: skip
     return lines

@@ -33,7 +33,7 @@ class Row:
         flags: Beside those that all servers have.
         xargs: ``vllm_xargs`` of its requests.
         counters: Must be above 0 at the end, or the row did not measure what it says.
-        restarts: The server ends after turn 1 of all chats, and another one starts.
+        restarts: The server ends after half of the turns of all chats, and another one starts.
 
     """
 
@@ -96,6 +96,7 @@ class Setting:
         profile: A file, ``auto``, or :data:`NO_PROFILE`.
         store_memory: Host memory for stores, such as ``4G``.
         every: Tokens between evictions, of the rows that evict at fixed positions.
+        dtype: Of weights and KV cache.
         work: Folder of the logs.
 
     """
@@ -109,6 +110,7 @@ class Setting:
     profile: str
     store_memory: str
     every: int
+    dtype: str
     work: Path
 
     def _fill(self, text: Any, stores: Path | None = None) -> Any:
@@ -129,13 +131,13 @@ class Setting:
 
     def start(self, name: str, stores: Path) -> Server:
         """A server for the row of that name, to be entered."""
-        each = -(-self.tokens // BLOCK)
+        each, block = -(-self.tokens // BLOCK), block_bytes(self.model, self.dtype)
         args = [
-            "--dtype", "bfloat16", "--enforce-eager", "--block-size", str(BLOCK), "--seed", "0",
+            "--dtype", self.dtype, "--enforce-eager", "--block-size", str(BLOCK), "--seed", "0",
             "--max-model-len", str((each + 1) * BLOCK), "--max-num-batched-tokens", "2048",
             "--max-num-seqs", str(self.sequences), "--enable-prefix-caching",
             "--enable-prompt-tokens-details", "--disable-uvicorn-access-log",
-            "--kv-cache-memory-bytes", str((self.memory * each + 1) * block_bytes(self.model)),
+            "--kv-cache-memory-bytes", str((self.memory * each + 1) * block),
             *self.flags(ROWS[name], stores),
         ]  # fmt: skip
         # Where a connector is configured vLLM would leave a core more, or on two cores none.

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.chat.conversation import Answer, Conversation
-from benchmarks.chat.dialogue import Dialogue, Question, make
+from benchmarks.chat.dialogue import Dialogue, Question, make, make_growing
 from benchmarks.chat.measure import missing, of_turn, phases
 from benchmarks.chat.servers import ROWS, STOCK, Setting
 from benchmarks.quality.local_chat import LocalChat
@@ -23,7 +24,8 @@ def setting(folder: Path, **changes: Any) -> Setting:
     (folder / "config.json").write_text(json.dumps(config))
     given = dict(
         model=folder, tokens=70, memory=4, sequences=16, policy="auto",
-        budget="25%", profile="auto", store_memory="4G", every=96, work=folder,
+        budget="25%", profile="auto", store_memory="4G", every=96,
+        dtype="bfloat16", work=folder,
     )  # fmt: skip
     return Setting(**{**given, **changes})
 
@@ -65,6 +67,28 @@ def test_sessions_share_a_document_and_nothing_else_begins_alike() -> None:
     assert all(2500 < len(document) < 3600 for document in documents)
     with pytest.raises(ValueError, match="2 turns"):
         make(1, 1, 1, **SHAPE)
+
+
+def test_a_growing_chat_asks_for_numbers_of_earlier_turns() -> None:
+    shape = dict(turns=5, characters=3000, passage=800, summary_tokens=48)
+    made = make_growing(6, **shape)
+    earlier = Counter[int]()
+    for dialogue in made:
+        said = [dialogue.document, *(question.text for question in dialogue.questions[1:])]
+        assert 2500 < len(said[0]) < 3600 and all(700 < len(text) < 1400 for text in said[1:])
+        assert dialogue.questions[0].number is None
+        for turn, question in enumerate(dialogue.questions[1:], start=1):
+            assert question.number is not None
+            (found,) = [part for part, text in enumerate(said) if question.number in text]
+            assert found < turn
+            earlier[turn - found] += 1
+            key = re.search(r"number for (\S+) mentioned", question.text)
+            assert key is not None
+            assert f"magic numbers for {key[1]} is: {question.number}." in said[found]
+    assert len(earlier) > 2
+    assert made == make_growing(6, **shape) != make_growing(6, seed=1, **shape)
+    with pytest.raises(ValueError, match="passages of 1 character"):
+        make_growing(1, **shape | dict(passage=0))
 
 
 def test_turns_build_on_one_another_as_text(tiny_model: Path) -> None:
@@ -145,6 +169,8 @@ def test_a_turn_comes_to_its_right_answers_and_computed_tokens() -> None:
     assert first["right"] is None and second["right"] == 2
     assert (first["ttft_s_median"], second["ttft_s_median"]) == (6.0, 2.0)
     assert (first["computed_tokens"], second["computed_tokens"]) == (320, 196)
+    # Prompts of 130, 140 and 150 tokens after ones of 100, 110 and 120 and their answers of 9.
+    assert (first["new_tokens"], second["new_tokens"]) == (330, 63)
     assert (first["turn"], second["turn"], second["answers"]) == (1, 2, 3)
     assert phases(3, rounds=False) == [3] and phases(3, rounds=True) == [1, 1, 1]
 
@@ -160,7 +186,7 @@ def test_a_row_that_did_not_evict_is_told() -> None:
 def row(name: str, ttfts: tuple[float, float], right: int, **counted: int) -> dict[str, Any]:
     turns = [
         dict(turn=turn, answers=16, right=None if turn == 1 else right, ttft_s_median=ttft,
-             prompt_tokens=24000, computed_tokens=1234)
+             prompt_tokens=24000, computed_tokens=1234, new_tokens=1000)
         for turn, ttft in enumerate(ttfts, 1)
     ]  # fmt: skip
     return dict(
