@@ -79,7 +79,7 @@ def compared(
     return alone, first, result
 
 
-def check_sharing(model: Path, policy: str, result: dict[str, Any]) -> None:
+def check_sharing(model: Path, eviction: dict[str, Any], result: dict[str, Any]) -> None:
     """Questions about one document, of which the first two are the same, on two ranks."""
     tokens, counters = result["point"]["tokens"], result["point"]["counters"]
     assert tokens[0] == tokens[1], "whoever made the store"
@@ -88,10 +88,9 @@ def check_sharing(model: Path, policy: str, result: dict[str, Any]) -> None:
     for tier in ("memory", "file") if "memory" in result else ():
         assert result[tier]["tokens"] == result["point"]["tokens"], "each rank gets its own part"
         assert result[tier]["counters"][f"stores_restored_{tier}"] == 1
-    if policy.startswith("ada-"):
+    if eviction["policy"].startswith("ada-"):
         return
-    settings = dict(policy=policy, **EVICTION)
-    with engine(model, settings, max_num_batched_tokens=256) as run:
+    with engine(model, EVICTION | eviction, max_num_batched_tokens=256) as run:
         assert result["point"]["tokens"] == run.generate(
             QUESTIONS, SHARED, [POINT] * len(QUESTIONS)
         )
@@ -125,7 +124,20 @@ def test_two_ranks(tiny_model_kv4, policy, tmp_path):
         assert together != alone, "an adaptive one does: two heads share it instead of four"
     check_audits(tiny_model_kv4, policy, result)
     if policy in SHARING:
-        check_sharing(tiny_model_kv4, policy, result)
+        check_sharing(tiny_model_kv4, dict(policy=policy), result)
+
+
+@pytest.mark.nightly
+@NEED_TWO
+@pytest.mark.parametrize("options", [TENSOR, STAGES], ids=["ranks", "stages"])
+def test_stores_in_few_bits(tiny_model_kv4: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    """Each rank quantises its own heads: tokens and stores in memory and files are as on one."""
+    eviction = dict(policy="snapkv", budget=200, store_dtype="int4")
+    alone, together, result = compared(tiny_model_kv4, eviction, options, str(tmp_path))
+    assert together == alone
+    with engine(tiny_model_kv4, EVICTION | eviction | dict(store_dtype="auto")) as run:
+        assert run.generate(PROMPTS, NEW_TOKENS) != alone, "nothing was quantised"
+    check_sharing(tiny_model_kv4, eviction, result)
 
 
 @pytest.mark.nightly
@@ -155,7 +167,7 @@ def test_two_stages(tiny_model_kv4: Path) -> None:
     eviction = dict(policy="ada-snapkv")
     alone, together, result = compared(tiny_model_kv4, eviction, STAGES)
     assert together == alone
-    check_sharing(tiny_model_kv4, "ada-snapkv", result)
+    check_sharing(tiny_model_kv4, eviction, result)
     check_audits(tiny_model_kv4, "ada-snapkv", result)
 
 

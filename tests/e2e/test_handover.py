@@ -7,16 +7,19 @@ from concurrent.futures import Future
 import pytest
 
 from tests.e2e.test_sharing import CASES, SETTINGS
+from tests.e2e.test_stored_tokens import NEAR
 from tests.e2e.test_stores import computed, lose, serving
 from tests.models import random_prompt
 from tests.nightly import nightly
 from tests.oracles.masked import MaskedModel, check_tokens
+from tests.oracles.packed import packed
 from vllm_kvevict.engine import tiered_stores as stores
 from vllm_kvevict.stores.files import unpack
 
 PROMPTS = [random_prompt(length, seed=length) for length in (500, 513, 481)]
 NEW_TOKENS = 80
 POINT = {"kv_eviction_at": -1}
+INT4 = dict(budget=300, store_dtype="int4")
 GIVEN = {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
 SHORT = random_prompt(60, seed=5)
 
@@ -41,10 +44,13 @@ def oracle(tiny_model):
 
 
 @pytest.mark.parametrize(
-    "case", [nightly("ada-snapkv"), "defensive", nightly("two groups"), nightly("evicts once")]
+    "case",
+    [nightly("ada-snapkv"), "defensive", nightly("two groups"), nightly("evicts once"), "int4"],
 )
 def test_tokens_are_those_of_one_engine(tiny_model, oracle, tmp_path, case):
-    settings = SETTINGS | CASES[case]
+    settings, near = SETTINGS | (INT4 if case == "int4" else CASES[case]), 0.0
+    if case == "int4":
+        oracle, near = MaskedModel(tiny_model, stored=packed(4, 4)), NEAR
     with serving(tiny_model, settings) as one:
         expected = one.generate(PROMPTS, NEW_TOKENS, [POINT] * len(PROMPTS))
     settings |= dict(store_path=str(tmp_path))
@@ -79,7 +85,8 @@ def test_tokens_are_those_of_one_engine(tiny_model, oracle, tmp_path, case):
         assert counters.bytes_restored_file == sum(t.nbytes for f in files for t in f.values())
         for prompt, output, lives in zip(PROMPTS, expected, decode.lives(), strict=True):
             assert lives[0].evictions[0].n == len(prompt) - 1
-            assert check_tokens(oracle, prompt, output, lives) == (NEW_TOKENS, NEW_TOKENS)
+            same = check_tokens(oracle, prompt, output, lives, near)
+            assert same == (NEW_TOKENS, NEW_TOKENS)
 
 
 def test_what_is_not_handed_over(tiny_model, tmp_path):

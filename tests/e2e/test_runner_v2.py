@@ -12,19 +12,23 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.v2_script import NEW_TOKENS
+from tests.nightly import nightly
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("scheduler", [pytest.param("sync", marks=pytest.mark.nightly), "async"])
-def test_tokens_equal_the_oracle(tiny_model, scheduler):
+@pytest.mark.parametrize(
+    "scheduler, store_dtype",
+    [nightly("sync", "auto"), ("async", "auto"), nightly("async", "int4")],
+)
+def test_tokens_equal_the_oracle(tiny_model, scheduler, store_dtype):
     environment = dict(
         os.environ,
         TRITON_INTERPRET="1",
         PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests" / "triton_cpu")]),
     )
     done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.v2_script", str(tiny_model), scheduler],
+        [sys.executable, "-m", "tests.e2e.v2_script", str(tiny_model), scheduler, store_dtype],
         env=environment,
         cwd=ROOT,
         capture_output=True,

@@ -6,10 +6,12 @@ from pathlib import Path
 
 from tests.e2e.test_audit import expected, listen
 from tests.e2e.test_offload import loaded, watch
+from tests.e2e.test_stored_tokens import NEAR
 from tests.e2e.test_stores import lose
 from tests.models import random_prompt
 from tests.oracles.engine import engine
 from tests.oracles.masked import Life, MaskedModel, check_tokens
+from tests.oracles.packed import packed
 
 NEW_TOKENS = 70
 
@@ -27,7 +29,7 @@ def force_async_scheduling() -> None:
     CpuPlatform.check_and_update_config = classmethod(configured)
 
 
-def main(model: Path, scheduler: str) -> None:
+def main(model: Path, scheduler: str, store_dtype: str) -> None:
     if scheduler == "async":
         force_async_scheduling()
     prompts = [random_prompt(n, seed=n) for n in (300, 133, 1, 280)]
@@ -38,9 +40,13 @@ def main(model: Path, scheduler: str) -> None:
     )  # fmt: skip
     settings = dict(policy="ada-snapkv", budget=96, interval=32, allow="streaming-llm")
     settings["audit"] = "100%"
+    stored, near = None, 0.0
+    if store_dtype == "int4":
+        settings |= dict(budget=200, store_dtype=store_dtype)
+        stored, near = packed(4, 4), NEAR
     with engine(model, settings, **options) as run:
         free, told = run.free_blocks(), listen(watch(run))
-        oracle = MaskedModel(model)
+        oracle = MaskedModel(model, stored=stored)
         agreed = total = full = points = audited = 0
         furthest = 0.0
         for round_ in range(3):  # the second time with prefix hits, the third with loads
@@ -49,7 +55,7 @@ def main(model: Path, scheduler: str) -> None:
                 lose(run)
             outputs = run.generate(prompts, NEW_TOKENS, asked)
             for prompt, output, lives in zip(prompts, outputs, run.lives(), strict=True):
-                same, count = check_tokens(oracle, prompt, output, lives)
+                same, count = check_tokens(oracle, prompt, output, lives, near)
                 agreed, total = agreed + same, total + count
                 points += any(eviction.n == 200 < len(prompt) for eviction in lives[0].evictions)
                 wanted = expected(oracle, [*prompt, *output], lives)
@@ -80,4 +86,4 @@ def main(model: Path, scheduler: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), *sys.argv[2:])
