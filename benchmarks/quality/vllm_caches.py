@@ -21,8 +21,15 @@ from typing import Any
 import torch
 from torch import nn
 from tqdm import tqdm
-from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    DynamicCache,
+    PreTrainedModel,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from benchmarks.provenance import add_model, provenance, sentence
 from benchmarks.quality.cell import FULL
@@ -198,6 +205,7 @@ def _attend(
 
 
 AttentionInterface.register(ATTENTION, _attend)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 def answer(
