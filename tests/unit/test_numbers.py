@@ -14,7 +14,7 @@ README, PAGE = ROOT / "README.md", ROOT / "docs" / "results.md"
 Row = dict[str, str]
 KNOWN, UNKNOWN = "Question-aware", "Question-agnostic"
 RATIO = "of stock's"
-PROBE, DEFENSIVE = "probe, layers", "ada-defensive"
+PROBE = "probe, layers"
 
 
 def tables(text: str) -> Iterator[list[Row]]:
@@ -46,10 +46,6 @@ def answers(file: str, scenario: str, task: str, policy: str, budget: str) -> st
     raise KeyError((file, scenario, task, policy))
 
 
-def both(file: str, task: str, policy: str, budget: str) -> list[str]:
-    return [answers(file, scenario, task, policy, budget) for scenario in (KNOWN, UNKNOWN)]
-
-
 def with_a_profile() -> list[list[str]]:
     """README's first table: both models, question known and not known."""
 
@@ -66,22 +62,8 @@ def with_a_profile() -> list[list[str]]:
     return [row(task, budget) for task in tasks for budget in budgets]
 
 
-def without_a_profile() -> list[list[str]]:
-    """README's second table."""
-    kvpress = [
-        answers("later_kvpress.md", UNKNOWN, "later", f"kvpress {press}", "12.5%")
-        for press in ("keydiff", "expected-attention", "kvzip", "snapkv")
-    ]
-    return [
-        both("real_model.md", "s-niah", "full cache", "25%"),
-        both("real_model.md", "s-niah", DEFENSIVE, "25%"),
-        both("shipped_later.md", "later", "ada-snapkv", "12.5%"),
-        ["", max(kvpress, key=int)],
-    ]
-
-
 def load() -> list[list[str]]:
-    """README's third table: some columns of alternatives.md, and no row of both savings."""
+    """README's second table: some columns of alternatives.md, and no row of both savings."""
     found = table(RESULTS / "alternatives.md", "", "kept")
     return [
         [row["kept"], *(row[f"`later`, {asked}"].split()[0] for asked in ("known", "not known")),
@@ -156,7 +138,6 @@ def on_a_gpu() -> list[list[str]]:
 
 SHOWN: list[tuple[Path, tuple[str, ...], int, Callable[[], list[list[str]]]]] = [
     (README, ("task", "kept of the cache", "SmolLM2, known"), 2, with_a_profile),
-    (README, ("task", "kept of the cache", "without a profile"), 3, without_a_profile),
     (README, ("server", "kept"), 1, load),
     (PAGE, ("", "kept"), 1, alternatives),
     (PAGE, ("memory for",), 1, under_load),
