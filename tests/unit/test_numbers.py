@@ -146,7 +146,7 @@ SHOWN: list[tuple[Path, tuple[str, ...], int, Callable[[], list[list[str]]]]] = 
 ]
 """Page, first titles of a table, columns that name its rows, and what its other cells must be."""
 
-OTHERS = {"`--kv-eviction`", "file", "row"}
+OTHERS = {"file", "row"}
 """First titles of tables without results. A table without titles has none, either."""
 
 
