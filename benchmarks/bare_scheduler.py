@@ -14,6 +14,7 @@ from vllm.utils.hashing import sha256
 from vllm.utils.math_utils import round_up
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -42,8 +43,9 @@ class Setup:
     """A server's configuration, as far as the scheduler sees it.
 
     ``rings`` is the number of ring slots, None for one a sequence; ``second_budget`` adds a
-    second evictable group and ``sliding_window`` a group that does not evict. ``pyramid`` is the
-    number of groups of a server whose policy is pyramidkv, one layer each; 0 for snapkv. With
+    second evictable group and ``sliding_window`` a group that does not evict, of chunks of so many
+    tokens where it is ``chunked``; ``full`` adds one with full attention. ``pyramid`` is the number
+    of groups of a server whose policy is pyramidkv, one layer each; 0 for snapkv. With
     ``shares``, which fall, the policy is snapkv all the same, and these are its layers'.
     ``memory`` is for stores outside the KV cache, and ``disk`` the share of the operations on their
     files that fail, None for no files; ``offload`` is the number of chunks, of ``chunk`` blocks,
@@ -61,6 +63,8 @@ class Setup:
     beta: float = 20.0
     shares: tuple[float, ...] = ()
     sliding_window: int | None = None
+    chunked: bool = False
+    full: bool = False
     blocks: int = 64
     block_size: int = 8
     max_num_seqs: int = 8
@@ -91,12 +95,12 @@ class Setup:
     @property
     def offloads(self) -> int:
         """Chunks of vLLM's offload, where all layers evict."""
-        return self.offload if self.caching and self.sliding_window is None else 0
+        return self.offload if self.caching and not self.others else 0
 
     @property
     def audits(self) -> float:
         """Share of the requests that are audited, where the server shares blocks."""
-        return self.audit if self.caching and self.sliding_window is None else 0.0
+        return self.audit if self.caching and not self.others else 0.0
 
     @property
     def keeps(self) -> int:
@@ -104,13 +108,25 @@ class Setup:
 
         One byte, which holds no store, where there are only files.
         """
-        shares = self.caching and self.sliding_window is None
+        shares = self.caching and not self.others
         return (self.memory or int(self.disk is not None)) if shares else 0
 
     @property
     def groups(self) -> int:
         evicting = self.pyramid or 1 + (self.second_budget is not None)
-        return evicting + (self.sliding_window is not None)
+        return evicting + self.others
+
+    @property
+    def others(self) -> int:
+        """Groups that do not evict, the one with a window last."""
+        return self.full + (self.sliding_window is not None)
+
+    def first_read(self, position: int) -> int:
+        """The first position that a token of the group with a window reads."""
+        assert self.sliding_window is not None
+        if self.chunked:
+            return position // self.sliding_window * self.sliding_window
+        return max(0, position - self.sliding_window + 1)
 
     @property
     def policy(self) -> str:
@@ -253,7 +269,11 @@ def kv_cache_config(setup: Setup, evictable: bool = True) -> KVCacheConfig:
             second = config.model_copy(update={"budget": setup.second_budget})
             rules += second.layer_rules(setup.block_size, 1)
         specs = [EvictableAttentionSpec.from_spec(FullAttentionSpec(**shape), t) for t in rules]
-    if setup.sliding_window is not None:
+    if setup.full:
+        specs.append(FullAttentionSpec(**shape))
+    if setup.sliding_window is not None and setup.chunked:
+        specs.append(ChunkedLocalAttentionSpec(**shape, attention_chunk_size=setup.sliding_window))
+    elif setup.sliding_window is not None:
         specs.append(SlidingWindowSpec(**shape, sliding_window=setup.sliding_window))
     groups = [KVCacheGroupSpec([f"layer.{i}"], spec) for i, spec in enumerate(specs)]
     return KVCacheConfig(setup.blocks, [], groups)

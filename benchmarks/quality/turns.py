@@ -200,7 +200,7 @@ def compare(expected: Mapping[str, int], counted: Mapping[str, int]) -> list[str
     if counted[REUSED] == 0 and counted[EVICTIONS] == asked:
         return [
             "No turn reused a store: this server shares none, for example because some of the "
-            "model's layers do not evict. Each turn evicted its context anew."
+            "model's layers are recurrent. Each turn evicted its context anew."
         ]
     raise RuntimeError(
         f"{expected[EVICTIONS]} evictions and {expected[REUSED]} reused stores were expected, and "

@@ -233,6 +233,31 @@ HOOKS = {
         "vllm.v1.core.single_type_kv_cache_manager": "FullAttentionManager.req_to_blocks",
         "vllm.v1.request": "Request.num_computed_tokens Request.block_hashes",
     },
+    "engine/suffix_cache.py": {
+        "vllm.v1.core.kv_cache_utils": """
+            KVCacheBlock.set_block_hash(block_hash) KVCacheBlock.is_null
+            make_block_hash_with_group_id BlockHash
+        """,
+        "vllm.v1.core.single_type_kv_cache_manager": """
+            SingleTypeKVCacheManager.req_to_blocks SingleTypeKVCacheManager.block_size
+        """,
+        "vllm.v1.request": "Request.block_hashes",
+    },
+    "engine/windows.py": {
+        "vllm.v1.core.kv_cache_coordinator": """
+            KVCacheCoordinator.single_type_managers KVCacheCoordinator.group_block_sizes
+        """,
+        "vllm.v1.core.single_type_kv_cache_manager": """
+            SlidingWindowManager.get_num_skipped_tokens(num_computed_tokens)
+            ChunkedLocalAttentionManager.get_num_skipped_tokens(num_computed_tokens)
+            SingleTypeKVCacheManager.req_to_blocks SingleTypeKVCacheManager.block_size
+            SingleTypeKVCacheManager.kv_cache_group_id
+        """,
+        "vllm.v1.core.block_pool": """
+            BlockPool.touch(blocks) BlockPool.free_blocks(ordered_blocks)
+        """,
+        "vllm.v1.core.sched.scheduler": "Scheduler.running Scheduler.max_num_scheduled_tokens",
+    },
     "engine/scheduler.py": {
         "vllm.v1.core.sched.scheduler": """
             Scheduler.schedule Scheduler._update_after_schedule(scheduler_output)

@@ -339,8 +339,7 @@ class Invariants:
 
     def _in_window(self, request_id: str, group: int, block: int) -> bool:
         row = self.worker.rows[request_id]
-        assert self.setup.sliding_window is not None
-        first = max(0, row.computed - self.setup.sliding_window)
+        first = self.setup.first_read(max(0, row.computed - 1))
         return block in row.tables[group][first // self.setup.block_size :]
 
     def check(self) -> None:
@@ -348,6 +347,9 @@ class Invariants:
         references = Counter(block.block_id for block in self.held)
         for _, blocks in self.scheduler.deferred_frees:
             references.update(block.block_id for block in blocks)
+        for state in self.scheduler._table.states.values():
+            assert state.holds_blocks or not state.kept_window
+            references.update(block.block_id for block in state.kept_window)
         for waiting in self._replays():
             references.update(block.block_id for block in waiting.held)
         positional: set[int] = set()

@@ -409,7 +409,7 @@ class ShadowWorker:
         for group, table in enumerate(row.tables):
             first = row.tail_start[group]
             if window is not None and group == self.setup.groups - 1:
-                first = max(0, start - window + 1)
+                first = self.setup.first_read(start)
             self._expect_positions(row, group, table, first, end)
             self._expect_store(row, group)
 

@@ -249,7 +249,7 @@ def test_answers_that_are_due_in_one_step_wait_for_their_turn(setup, count):
 
 
 def test_what_would_share_nothing_is_refused():
-    for changes in (dict(caching=False), dict(sliding_window=16)):
+    for changes in (dict(caching=False), dict(full=True)):
         with pytest.raises(ValueError, match="--kv-eviction-every makes stores that requests"):
             conversations(SYNC, **changes)
 
@@ -262,6 +262,7 @@ def test_what_would_share_nothing_is_refused():
             pytest.param(dict(second_budget=80), id="two budgets"),
             pytest.param(dict(pyramid=3), id="pyramid"),
             pytest.param(dict(budget="25%"), id="share"),
+            pytest.param(dict(second_budget=80, sliding_window=20), id="sliding window"),
         ],
     ),
 )

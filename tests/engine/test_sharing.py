@@ -283,8 +283,8 @@ def test_another_adapter_another_store():
 
 @pytest.mark.parametrize(
     "change",
-    [dict(caching=False), dict(sliding_window=16)],
-    ids=["no prefix caching", "layers that do not evict"],
+    [dict(caching=False), dict(full=True)],
+    ids=["no prefix caching", "full attention that does not evict"],
 )
 def test_nothing_is_shared(change):
     core = engine(replace(SYNC, max_batched=512, **change))

@@ -291,7 +291,8 @@ class EvictableAttentionManager(FullAttentionManager):
         self.blocks_saved += blocks
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        """Return every block of the request: positional, store, reserved and replaced in flight."""
+        """Return every block of the request: positional, store, reserved, replaced in flight, and
+        those that it keeps for the layers with a window."""
         blocks = super().pop_blocks_for_free(request_id)
         core = self.core
         if core is not None and (state := core.table.states.get(request_id)) is not None:
@@ -300,6 +301,7 @@ class EvictableAttentionManager(FullAttentionManager):
             if holding is not None:
                 self._save(holding, -holding.net_blocks_freed)
                 blocks = blocks + holding.blocks
+            blocks = blocks + state.take_window()
         return blocks
 
 

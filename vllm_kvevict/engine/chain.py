@@ -37,7 +37,8 @@ class Link:
 
     def is_of(self, key: ShareKey) -> bool:
         """Return whether it has the position of a key, and what the key says that it keeps."""
-        groups = sorted(self.groups.items())
+        evicting = dict(key.stores)
+        groups = sorted((group, part) for group, part in self.groups.items() if group in evicting)
         stores = tuple((group, len(part.store)) for group, part in groups)
         tails = tuple((group, part.tail_start) for group, part in groups)
         return (self.point, stores, tails) == (key.point, key.stores, key.tails)

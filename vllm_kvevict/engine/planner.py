@@ -98,8 +98,9 @@ class StepPlanner:
             state.admitted_at = None
             if state.pending_store is not None:
                 plan.reused[state.request_id] = self._stores.plan(state)
-                state.pending_store = None
+                store, state.pending_store = state.pending_store, None
                 if state.replay_store is None:
+                    self._stores.windows.keep_of(state, store)
                     self._counters.stores_reused += 1
                     self._counters.tokens_reused += state.request.num_computed_tokens
         self._table.admitted.clear()
@@ -203,6 +204,7 @@ class StepPlanner:
         elif not state.in_prefill(end) and self._left < 1 and not state.waits_its_turn:
             self._counters.postponed_turn += 1
         elif (quote := self._profitable(state, groups, end)).parts:
+            self._stores.windows.make_room(quote.fresh)
             if quote.fresh > self._core.free:
                 self._counters.postponed_blocks += 1
                 self._lacking[state.request_id] = quote.fresh
@@ -216,6 +218,7 @@ class StepPlanner:
         reads_window = state.reads_window(end)
         ring = state.ring if reads_window and self._turns.recorded(state, end) else None
         evictions = self._core.evict(state, quote, end)
+        self._stores.windows.let_go(state)
         self._stores.drop_containing(
             block for eviction in evictions for block in eviction.store[: eviction.reused]
         )

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 class PublishedGroup:
     """The blocks of a store in one KV-cache group, and the positional blocks after it.
 
-    ``store`` is empty and ``tail_start`` 0 if the group had nothing to evict.
+    ``store`` is empty and ``tail_start`` 0 if the group had nothing to evict. Layers that attend
+    within a window do not evict either; their ``tail`` is what the token after the point reads.
     """
 
     tail_start: int
@@ -55,13 +56,12 @@ class PublishedStore:
         out."""
         return all(block.block_hash == expected for block, expected in self.hashes)
 
-    def suffix_blocks(self, key: BlockHash) -> tuple[KVCacheBlock, ...] | None:
-        """Return one block per group that was computed over the store; None if any block was
-        reused."""
-        blocks = self.suffix.get(key)
-        if blocks is None or any(block.block_hash != expected for block, expected in blocks):
+    def suffix_blocks(self, key: BlockHash) -> tuple[KVCacheBlock | None, ...] | None:
+        """Return one block per group that was computed over the store, with None for those that
+        were reused; None if nothing was published."""
+        if (blocks := self.suffix.get(key)) is None:
             return None
-        return tuple(block for block, _ in blocks)
+        return tuple(block if block.block_hash == mark else None for block, mark in blocks)
 
     @cached_property
     def _ends(self) -> list[tuple[KVCacheBlock, bytes]]:

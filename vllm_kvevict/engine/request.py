@@ -101,6 +101,9 @@ class RequestState:
     admission would start with."""
     holdings: dict[int, Holding] = field(default_factory=dict)
     """Blocks in addition to the positional ones, by KV-cache group."""
+    kept_window: "list[KVCacheBlock]" = field(default_factory=list)
+    """Blocks of layers that attend within a window, kept for the last store that the request made
+    or started with, in addition to the positional ones."""
     store_key: "ShareKey | None" = None
     """Key of the store that the request makes at its eviction point; None if it shares no store."""
     chain: "Chain | None" = None
@@ -280,6 +283,11 @@ class RequestState:
         self.unpublished = self.last_store = None
         self.suffix_published = self.publish_at = self.evicted_at = 0
         self.expected_gain = self.pressure_order = 0
+
+    def take_window(self) -> "list[KVCacheBlock]":
+        """Return the blocks that are kept for a store, and forget them."""
+        blocks, self.kept_window = self.kept_window, []
+        return blocks
 
     def refresh(self) -> None:
         self.version += 1

@@ -153,6 +153,7 @@ class EvictingScheduler(Scheduler):
         self._core.consider(None)
         self._waiting_queue.return_ready(self._stores.ready(), self._waits)
         self._memory.begin_step()
+        self._stores.windows.make_room()
         self._planner.hold_back()
         self._inside = 0
         # A request that was set aside has eviction points, and is not scheduled in this step.
@@ -439,21 +440,26 @@ def build_stores(core: EvictionCore, config: EvictionConfig) -> PublishedStores:
     scheduler, vllm_config = core.scheduler, core.scheduler.vllm_config
     may_share = not (scheduler.num_lookahead_tokens or scheduler.prefix_replay_tokens)
     groups = dict(enumerate(scheduler.kv_cache_config.kv_cache_groups))
-    caching = scheduler.cache_config.enable_prefix_caching
-    all_share = caching and len(groups) == len(core.managers)
-    if config.every and not (all_share and vllm_config.speculative_config is None):
+    stores = PublishedStores(core, may_share)
+    if config.every and not (stores.enabled and vllm_config.speculative_config is None):
         raise ValueError(
             "KV eviction: --kv-eviction-every makes stores that requests share, but this server "
-            "shares none: sharing them needs prefix caching, eviction in all layers, and no "
-            "speculative decoding."
+            "shares none: sharing them needs prefix caching, layers that all evict or attend "
+            "within a window, and no speculative decoding."
         )
     if not config.has_tiers:
-        return PublishedStores(core, may_share)
-    if not may_share or not caching or len(groups) > len(core.managers):
+        return stores
+    if not stores.enabled:
         raise ValueError(
             "KV eviction: --kv-eviction-store-memory and --kv-eviction-store-path keep stores "
             "that requests share, but this server shares none: sharing needs prefix caching, "
-            "eviction in all layers, and no draft model."
+            "layers that all evict or attend within a window, and no draft model."
+        )
+    if stores.windows.managers:
+        raise ValueError(
+            "KV eviction: --kv-eviction-store-memory and --kv-eviction-store-path do not support "
+            "models with layers that attend within a window (sliding windows, chunked attention); "
+            "remove the flags: requests share their stores in the KV cache."
         )
     floats = floats_per_token(config)
     sizes = StoreSizes(

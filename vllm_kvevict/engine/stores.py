@@ -10,7 +10,8 @@ What is computed between the point and the next eviction depends on the store an
 alone. Full blocks of it are published as (store, vLLM's hash of the block). Blocks of a store
 carry a hash that no prefix leads to, so vLLM's pool keeps idle ones like cached blocks, and a
 store is found only while all its blocks have theirs. A later eviction of one holder makes a store
-of its own.
+of its own. Layers that attend within a window belong to a store with their last blocks before its
+point (:mod:`vllm_kvevict.engine.windows`).
 """
 
 from collections import deque
@@ -19,10 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 
-from vllm_kvevict.engine.blocks import EvictableAttentionManager, EvictionCore
+from vllm_kvevict.engine.blocks import EvictionCore
 from vllm_kvevict.engine.chain import Chain, Link
 from vllm_kvevict.engine.published import PublishedGroup, PublishedStore
 from vllm_kvevict.engine.request import RequestState
+from vllm_kvevict.engine.suffix_cache import SuffixCache
+from vllm_kvevict.engine.windows import Windows
 from vllm_kvevict.rules.rule import blocks_for
 from vllm_kvevict.rules.step_plan import GroupEviction, ReusedStore, StepPlan
 from vllm_kvevict.stores.key import ShareKey, share_key
@@ -54,15 +57,15 @@ class PublishedStores:
     def __init__(self, core: EvictionCore, enabled: bool) -> None:
         self._manager = manager = core.cache
         self._table = core.table
-        self._managers = managers = core.managers
-        # Layers that do not evict have no blocks for a prefix that is skipped.
-        every_group = len(managers) == len(manager.coordinator.single_type_managers)
-        self.enabled = enabled and manager.enable_caching and every_group
+        self._managers = core.managers
+        self.windows = Windows(core)
+        """The groups that do not evict."""
+        self.enabled = enabled and manager.enable_caching and self.windows.complete
         self.idle = 0
         """Number of published stores that no request holds, as last examined."""
         self.kept_bytes = 0
         """Bytes of host memory that hold stores, on all ranks."""
-        self.suffixes = SuffixCache(manager.block_pool.hash_block_size, managers)
+        self.suffixes = SuffixCache(manager.block_pool.hash_block_size, core.managers, self.windows)
         self._published: dict[ShareKey, PublishedStore] = {}
         self._by_block: dict[int, PublishedStore] = {}
         self._to_sweep: deque[PublishedStore] = deque()
@@ -228,13 +231,14 @@ class PublishedStores:
         assert store is not None
         after, num_tokens = self.suffixes.find(state, store, state.reuse_cap)
         null = self._manager.block_pool.null_block
+        sizes = self._manager.coordinator.group_block_sizes
         blocks: list[Sequence[KVCacheBlock]] = []
-        for index, (group, part) in enumerate(sorted(store.groups.items())):
-            size = self._managers[group].block_size
-            tail = part.tail
+        for group, part in sorted(store.groups.items()):
+            size, tail = sizes[group], part.tail
             if after:
                 full = (store.key.point - part.tail_start) // size
-                tail = *tail[:full], *(each[index] for each in after)
+                index = self.suffixes.groups.index(group)
+                tail = *tail[:full], *(each[index] or null for each in after)
             blocks.append([*[null] * (part.tail_start // size), *tail])
         return self._manager.create_kv_cache_blocks(tuple(blocks)), num_tokens
 
@@ -277,7 +281,14 @@ class PublishedStores:
                 return None
             blocks = state.holdings[group].store if group in made else ()
             groups[group] = PublishedGroup(tail_start, tuple(blocks), tuple(tail))
-        return self._enter(key, groups)
+        return self._enter(key, groups | self._keep_window(state, end))
+
+    def _keep_window(self, state: RequestState, end: int) -> dict[int, PublishedGroup]:
+        """Let a request keep, with the store that it makes at ``end``, the blocks of layers that
+        attend within a window."""
+        groups = self.windows.blocks_of(state.request_id, end)
+        self.windows.keep(state, groups)
+        return groups
 
     def _publish_link(self, state: RequestState, end: int) -> PublishedStore | None:
         """Publish the next store of a request's chain, now or when its tokens are known."""
@@ -291,7 +302,7 @@ class PublishedStores:
             holding = state.holdings.get(group)
             store = holding.store if holding is not None else ()
             groups[group] = PublishedGroup(progress.tail_start, tuple(store), tuple(tail))
-        state.unpublished = Link(end, groups)
+        state.unpublished = Link(end, groups | self._keep_window(state, end))
         self._unpublished[state.request_id] = state
         return self._resolve(state)
 
@@ -313,11 +324,13 @@ class PublishedStores:
         key = chain.keys[state.links] if state.links < len(chain.keys) else None
         if key is None or not link.is_of(key):
             state.on_chain = False
+            self.windows.let_go(state)
             return None
         state.links += 1
         if self._in_pool(key):
             # Requests may hold the equal store.
             state.last_store = self._published[key]
+            self.windows.keep_of(state, state.last_store)
             return None
         if state.computed_valid == link.point:
             # Up to the first eviction, blocks have vLLM's hash, the last one only now.
@@ -434,93 +447,3 @@ class PublishedStores:
         self._manager.block_pool.evict_blocks(
             {b.block_id for b, mark in store.hashes if b.block_id in own and b.block_hash == mark}
         )
-
-
-class SuffixCache:
-    """Publishes the blocks that requests compute between the point of a store and their next
-    eviction.
-
-    Such a block depends on the store and on all tokens, which vLLM's hash of the block covers. A
-    turn of a chat over one context therefore reuses the turns before it. A block is published when
-    the whole step that computes it is scheduled, because vLLM may preempt a request in the step
-    that admits it.
-
-    Args:
-        hash_block_size: Tokens that one of vLLM's hashes covers.
-        managers: The block managers of all KV-cache groups; all of them evict.
-
-    """
-
-    def __init__(
-        self, hash_block_size: int, managers: Mapping[int, EvictableAttentionManager]
-    ) -> None:
-        self._size = hash_block_size
-        self._managers = dict(sorted(managers.items()))
-        self._enabled = all(manager.block_size == self._size for manager in managers.values())
-        self._filled: list[tuple[RequestState, PublishedStore, int]] = []
-        self._by_block: dict[int, tuple[PublishedStore, BlockHash]] = {}
-        """Entries of all stores, by their block of the first group."""
-        self._made = 0
-
-    def note(self, state: RequestState, num_tokens: int) -> None:
-        """Record that the first ``num_tokens`` tokens of a request are computed, or about to be."""
-        if state.base_store and num_tokens // self._size > state.suffix_published // self._size:
-            self._filled.append((state, state.base_store, num_tokens))
-
-    def publish(self) -> None:
-        """Publish the recorded blocks of requests that still compute over the same store."""
-        filled, self._filled = self._filled, []
-        for state, store, num_tokens in filled:
-            if state.holds_blocks and state.base_store is store and store.ends_intact:
-                full = min(num_tokens // self._size, len(state.request.block_hashes))
-                for index in range(state.suffix_published // self._size, full):
-                    self._enter(store, state, index)
-                state.suffix_published = max(state.suffix_published, full * self._size)
-
-    def _enter(self, store: PublishedStore, state: RequestState, index: int) -> None:
-        key = state.request.block_hashes[index]
-        if not self._enabled or store.suffix_blocks(key) is not None:
-            return
-        self._made += 1
-        mark = BlockHash(b"kv_eviction store, suffix %d" % self._made)
-        marked = []
-        for group, manager in self._managers.items():
-            block = manager.req_to_blocks[state.request_id][index]
-            # The block that contains the point belongs to the store.
-            if block.block_hash is None:
-                block.set_block_hash(make_block_hash_with_group_id(mark, group))
-            marked.append((block, block.block_hash or b""))
-        block_id = marked[0][0].block_id
-        if (stale := self._by_block.get(block_id)) is not None:
-            del stale[0].suffix[stale[1]]
-        if (former := store.suffix.get(key)) is not None:
-            # Published again: the former blocks now belong to other requests.
-            del self._by_block[former[0][0].block_id]
-        self._by_block[block_id] = store, key
-        store.suffix[key] = marked
-
-    def drop(self, store: PublishedStore) -> None:
-        """Drop the blocks computed over a store that can no longer be found."""
-        for marked in store.suffix.values():
-            del self._by_block[marked[0][0].block_id]
-        store.suffix.clear()
-
-    def find(
-        self, state: RequestState, store: PublishedStore, limit: int
-    ) -> tuple[list[tuple[KVCacheBlock, ...]], int]:
-        """Return the blocks that continue a store for a request, up to ``limit`` tokens.
-
-        Returns:
-            The blocks of all groups, including the one that contains the point, and the number of
-            tokens up to their end; no blocks and the point if the first is missing.
-
-        """
-        suffix: list[tuple[KVCacheBlock, ...]] = []
-        point = store.key.point
-        first = point // self._size
-        for key in state.request.block_hashes[first : limit // self._size]:
-            blocks = store.suffix_blocks(key)
-            if blocks is None:
-                break
-            suffix.append(blocks)
-        return suffix, (first + len(suffix)) * self._size if suffix else point

@@ -12,7 +12,7 @@ from vllm.v1.core.kv_cache_utils import (
 
 from vllm_kvevict.engine.published import PublishedGroup, PublishedStore
 from vllm_kvevict.engine.request import Phase
-from vllm_kvevict.engine.stores import SuffixCache
+from vllm_kvevict.engine.suffix_cache import SuffixCache
 from vllm_kvevict.stores.key import ShareKey
 
 SIZE, POINT = 16, 40
