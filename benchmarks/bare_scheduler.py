@@ -108,7 +108,7 @@ class Setup:
 
         One byte, which holds no store, where there are only files.
         """
-        shares = self.caching and not self.others
+        shares = self.caching and not self.full
         return (self.memory or int(self.disk is not None)) if shares else 0
 
     @property

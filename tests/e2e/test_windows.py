@@ -129,3 +129,40 @@ def test_preempted_requests_take_the_store_again(gemma):
     assert any(len(mine) > 1 and mine[-1].evictions for mine in lives), "nobody was preempted"
     for prompt, output, mine in zip(PROMPTS, outputs, lives, strict=True):
         assert check_tokens(oracle, prompt, output, mine) == (200, 200)
+
+
+@pytest.mark.parametrize("settings", [{}, nightly(dict(policy="ada-pyramid", budget=160))])
+def test_a_conversation_that_the_kv_cache_lost_comes_back(gemma, settings):
+    oracle = MaskedArchitecture(gemma)
+    with engine(gemma, EVERY | dict(store_memory="1G") | settings, **CACHING) as run:
+        counts = computed(run)
+        found = turns(run, 4, before=lambda: lose(run))
+        assert run.counters.stores_restored_memory == run.counters.stores_reused == 3
+        # After a pause, what came after the last store is computed anew.
+        assert sum(counts) <= 300 + 4 * (30 + 50 + 96 + 32 + 2 * 32)
+        for prompt, answer, lives in found:
+            assert check_tokens(oracle, prompt, answer, lives) == (50, 50)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["Gemma3Text", "Llama4Text"])
+@pytest.mark.parametrize("stored", ["auto", "int8"])
+def test_a_restart_in_the_middle_of_a_conversation(tmp_path, name, stored):
+    path = architecture(name, tmp_path / "model", head_dim=64)
+    settings = EVERY | dict(store_dtype=stored, store_path=str(tmp_path / "stores"))
+    with engine(path, settings, **CACHING) as first:
+        prompt, answer, _ = turns(first, 3)[-1]
+        # A server takes this step by itself.
+        first.core.step()
+        first.worker.kv_eviction.stores.tiers.flush()
+        kept = first.recorder.saved
+    with engine(path, settings, **CACHING) as run:
+        run.recorder.saved.update(kept)
+        found = turns(run, 2, start=prompt + answer)
+        assert (run.counters.stores_restored_file, run.counters.stores_reused) == (1, 2)
+        assert run.llm.reset_prefix_cache()
+    with engine(path, EVERY | dict(store_dtype=stored), **CACHING) as empty:
+        for asked, said, _ in found:
+            assert empty.generate([asked], 50) == [said]
+            assert empty.llm.reset_prefix_cache()
+        assert empty.counters.stores_reused == 0

@@ -244,7 +244,7 @@ def in_files(scenario: Scenario) -> Scenario:
             events += [("forget",), ("ask", number % 4, 2, 1 + number % 40, 8)]
             events += [("steps", 1 + number % 2), ("reset", 0, False)]
     setup = replace(
-        scenario.setup, caching=True, sliding_window=None, disk=(0.0, 0.05, 0.1, 0.4)[seed % 4],
+        scenario.setup, caching=True, disk=(0.0, 0.05, 0.1, 0.4)[seed % 4],
         memory=(0, 0, 20_000)[seed % 3], blocks=max(40, scenario.setup.blocks),
     )  # fmt: skip
     return replace(scenario, setup=setup, events=events)

@@ -287,3 +287,41 @@ def test_branches_of_a_conversation_that_was_lost(setup):
     core.finish()
     # The first one computes what they have in common, and the others wait for it.
     assert counters(core).stores_reused == 11
+
+
+@EACH
+@pytest.mark.parametrize("point", [100, 104])
+def test_a_store_comes_back_from_host_memory_with_its_window(setup, window, point):
+    core = serving(setup, **window, memory=10**9)
+    asked = {"kv_eviction_at": point, "kv_eviction_interval": 0}
+    core.add(tokens(point) + tokens(30, 1), 60, asked=asked)
+    core.finish()
+    assert counters(core).stores_saved == 1
+    lose(core)
+    second = core.add(tokens(point) + tokens(30, 2), 20, asked=asked)
+    assert hit(core.step(), second) == point
+    core.finish()
+    assert counters(core).stores_restored_memory == counters(core).stores_reused == 1
+
+
+@BOTH
+def test_a_turn_is_saved_with_its_window_where_memory_is_short(setup):
+    """The window of the last store is kept while the answer goes on and others take what is
+    free."""
+    core = conversations(setup, sliding_window=20, memory=10**9)
+    former = core.add(tokens(150), 78)
+    while former.num_tokens < 160:
+        core.step()
+    while not former.is_finished():
+        # Running requests need a few blocks a step.
+        free = pool(core).get_num_free_blocks()
+        core.hold(min(16, free))
+        core.step()
+        core.release()
+    core.finish()
+    assert counters(core).stores_saved == 1
+    lose(core)
+    second = say(core, former, 20, 4)
+    assert hit(core.step(), second) == 200
+    core.finish()
+    assert counters(core).stores_restored_memory == 1

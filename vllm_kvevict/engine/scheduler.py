@@ -455,12 +455,6 @@ def build_stores(core: EvictionCore, config: EvictionConfig) -> PublishedStores:
             "that requests share, but this server shares none: sharing needs prefix caching, "
             "layers that all evict or attend within a window, and no draft model."
         )
-    if stores.windows.managers:
-        raise ValueError(
-            "KV eviction: --kv-eviction-store-memory and --kv-eviction-store-path do not support "
-            "models with layers that attend within a window (sliding windows, chunked attention); "
-            "remove the flags: requests share their stores in the KV cache."
-        )
     floats = floats_per_token(config)
     sizes = StoreSizes(
         {group_id: group.kv_cache_spec for group_id, group in groups.items()},
@@ -468,6 +462,10 @@ def build_stores(core: EvictionCore, config: EvictionConfig) -> PublishedStores:
         floats,
         pinned=vllm_config.device_config.device_type == "cuda",
         token_format=config.token_format,
+        windows={
+            group_id: manager.get_num_skipped_tokens
+            for group_id, manager in stores.windows.managers.items()
+        },
     )
     files = store_files(vllm_config, scheduler.kv_cache_config, config, floats)
     if files is not None:

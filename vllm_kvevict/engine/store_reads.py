@@ -24,7 +24,7 @@ from vllm_kvevict.rules.rule import EvictionRule
 from vllm_kvevict.stores.files import StoreFiles, unpack
 from vllm_kvevict.stores.key import ShareKey
 from vllm_kvevict.stores.region import Region
-from vllm_kvevict.stores.shape import GroupShape, StoreSizes, group_shapes
+from vllm_kvevict.stores.shape import GroupShape, StoreSizes
 from vllm_kvevict.stores.threads import Threads
 
 logger = init_logger("vllm.kv_eviction.tiers")
@@ -202,7 +202,7 @@ class StoreReads:
             if self.all_hang():
                 self._miss(name)
                 return False
-            shapes = group_shapes(key, rules)
+            shapes = self._sizes.shapes(key, rules)
             num_bytes = self._sizes.num_bytes(shapes) * self._ranks
             lookup = self.queued[name] = Lookup(key, shapes, num_bytes, now + READ_TIMEOUT_S)
             self._start(now)

@@ -28,7 +28,7 @@ from vllm_kvevict.stores.files import StoreFiles
 from vllm_kvevict.stores.host import StoreNews
 from vllm_kvevict.stores.key import ShareKey
 from vllm_kvevict.stores.region import Handle
-from vllm_kvevict.stores.shape import GroupShape, StoreSizes, group_shapes
+from vllm_kvevict.stores.shape import GroupShape, StoreSizes
 
 logger = init_logger("vllm.kv_eviction.tiers")
 
@@ -158,9 +158,10 @@ class TieredStores(PublishedStores):
         """Return the blocks for a request that starts with a store, if no request holds the
         store."""
         rest = state.request.num_tokens + 1 - key.point
+        sizes = self._manager.coordinator.group_block_sizes
         return sum(
-            shape.blocks + blocks_for(rest, self._managers[group].block_size)
-            for group, shape in group_shapes(key, state.rules).items()
+            shape.blocks + blocks_for(rest, sizes[group])
+            for group, shape in self._sizes.shapes(key, state.rules).items()
         )
 
     def request_finished(self, state: RequestState) -> bool:
@@ -307,7 +308,7 @@ class TieredStores(PublishedStores):
     def _save(
         self, state: RequestState, store: PublishedStore, saves: list[StoreCopy], write: bool
     ) -> None:
-        name, shapes = store.key.name, group_shapes(store.key, state.rules)
+        name, shapes = store.key.name, self._sizes.shapes(store.key, state.rules)
         if write:
             store.written = True
             self._writing[name] = store, monotonic()
@@ -354,7 +355,7 @@ class TieredStores(PublishedStores):
         reserved = self._core.cache.watermark_blocks if self._core.scheduler.running else 0
         if self.blocks_for(state, key) + reserved > self._pool.get_num_free_blocks():
             return None
-        shapes = group_shapes(key, state.rules)
+        shapes = self._sizes.shapes(key, state.rules)
         store = self._enter(key, {group: self._take(shape) for group, shape in shapes.items()})
         self._pool.free_blocks([block for block, _ in store.hashes])
         store.written = payload is not None or (state.chain is not None and name in self._filed)

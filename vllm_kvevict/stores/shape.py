@@ -1,12 +1,12 @@
 """The size of a store outside the KV cache, and the expected shapes of its tensors."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from vllm.utils.torch_utils import get_dtype_size
+from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_kvevict.cache.spec import EvictableAttentionSpec
 from vllm_kvevict.ops.token_format import AS_CACHED, TokenFormat
 from vllm_kvevict.rules.rule import EvictionRule, blocks_for
 from vllm_kvevict.stores.key import ShareKey
@@ -26,7 +26,7 @@ class GroupShape:
 
 
 def group_shapes(key: ShareKey, rules: Mapping[int, EvictionRule]) -> dict[int, GroupShape]:
-    """Return the shape of the store of a key in every group.
+    """Return the shape of the store of a key in every group that evicts.
 
     Args:
         key: The key.
@@ -48,19 +48,32 @@ class StoreSizes:
     """Sizes and checks of one rank's part of stores.
 
     Args:
-        specs: Spec of every KV-cache group; all of them evict.
+        specs: Spec of every KV-cache group.
         layers: Layers of every group.
-        channels: float32 statistics per cached token.
+        channels: float32 statistics per cached token of the groups that evict.
         token_format: Format of stored tokens.
         pinned: True if host memory is pinned. PyTorch allocates pinned memory in powers of two.
+        windows: For each group whose layers attend within a window, a function that returns the
+            number of tokens at the start that the token after so many tokens does not read.
 
     """
 
-    specs: Mapping[int, EvictableAttentionSpec]
+    specs: Mapping[int, AttentionSpec]
     layers: Mapping[int, int]
     channels: int
     pinned: bool = False
     token_format: TokenFormat = AS_CACHED
+    windows: Mapping[int, Callable[[int], int]] = field(default_factory=dict)
+
+    def shapes(self, key: ShareKey, rules: Mapping[int, EvictionRule]) -> dict[int, GroupShape]:
+        """Return the shape of the store of a key in every group; arguments as for
+        :func:`group_shapes`."""
+        shapes = group_shapes(key, rules)
+        for group, skipped in self.windows.items():
+            size = self.specs[group].block_size
+            first = skipped(key.point) // size
+            shapes[group] = GroupShape(first * size, 0, blocks_for(key.point, size) - first)
+        return shapes
 
     def host_bytes(self, shapes: Mapping[int, GroupShape]) -> int:
         """Return the bytes of host memory for a store's tensors."""
@@ -101,13 +114,15 @@ class StoreSizes:
             spec, layers = self.specs[group], self.layers[group]
             pages = shape.blocks * spec.num_kv_heads
             num_elements, itemsize = spec.head_size + spec.head_size_v, get_dtype_size(spec.dtype)
-            size = self.token_format.page_bytes(spec.block_size, num_elements, itemsize)
-            page_tokens = self.token_format.page_tokens(spec.block_size)
+            evicts = group not in self.windows
+            stored = self.token_format if evicts else AS_CACHED
+            size = stored.page_bytes(spec.block_size, num_elements, itemsize)
+            page_tokens = stored.page_tokens(spec.block_size)
             if shape.store:
                 expected[f"{group}.split"] = (layers, spec.num_kv_heads + 1), torch.int32
             for index in range(layers):
                 expected[f"{group}.{index}.pages"] = (pages, size), torch.uint8
-                if self.channels:
+                if self.channels and evicts:
                     values = (pages, page_tokens, self.channels), torch.float32
                     expected[f"{group}.{index}.values"] = values
         return expected

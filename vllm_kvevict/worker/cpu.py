@@ -7,13 +7,14 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvevict.attention.latent import EvictingLatentImpl
 from vllm_kvevict.attention.stored import warm_up
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_layout import PageLayout
-from vllm_kvevict.cache.spec import EvictableAttentionSpec, EvictableLatentSpec
+from vllm_kvevict.cache.spec import EvictableLatentSpec
 from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.mixin import EvictionWorkerMixin, sinks_of
 
@@ -31,7 +32,7 @@ class EvictingCPUWorker(EvictionWorkerMixin, CPUWorker):
         # An engine without eviction may have run in this process and chosen vLLM's backend.
         selector._cached_get_attn_backend.cache_clear()
 
-    def _layer_cache(self, layer: Any, spec: EvictableAttentionSpec) -> LayerCache:
+    def _layer_cache(self, layer: Any, spec: AttentionSpec) -> LayerCache:
         cache: torch.Tensor = layer.kv_cache
         if not cache.is_contiguous():
             raise ValueError(

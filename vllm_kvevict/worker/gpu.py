@@ -8,6 +8,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_kvevict.attention.binding import GroupBinding
@@ -18,7 +19,6 @@ from vllm_kvevict.attention.scratch import Kernel, Scratch, Shape
 from vllm_kvevict.attention.warm_up import warm_up
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_layout import PageLayout
-from vllm_kvevict.cache.spec import EvictableAttentionSpec
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.cache.token_stats import TokenStats
 from vllm_kvevict.ops.cuda import extension
@@ -233,7 +233,7 @@ class EvictingWorker(EvictionWorkerMixin):
             # vLLM may have switched to another stream, and the memory follows before it serves.
             return times
 
-    def _layer_cache(self, layer: Any, spec: EvictableAttentionSpec) -> LayerCache:
+    def _layer_cache(self, layer: Any, spec: AttentionSpec) -> LayerCache:
         cache: torch.Tensor = layer.kv_cache
         if not cache.is_contiguous():
             raise ValueError(

@@ -13,7 +13,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed, with_gpu_sync_check
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -32,7 +32,7 @@ from vllm_kvevict.config.profile import Profile
 from vllm_kvevict.engine.blocks import register_spec
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.policies.requirements import floats_per_token, policy_requirements, ring_slots
-from vllm_kvevict.stores.content import StoreContent
+from vllm_kvevict.stores.content import StoreContent, WindowGroup
 from vllm_kvevict.stores.fingerprint import store_files
 from vllm_kvevict.stores.host import HostStores
 from vllm_kvevict.stores.weights import weights_in_memory
@@ -76,7 +76,7 @@ class EvictionWorkerMixin(Worker, ABC):
         """Register the evicting attention backend instead of the platform's."""
 
     @abstractmethod
-    def _layer_cache(self, layer: Any, spec: EvictableAttentionSpec) -> LayerCache:
+    def _layer_cache(self, layer: Any, spec: AttentionSpec) -> LayerCache:
         """Return the cache of an attention layer as head pages."""
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
@@ -282,10 +282,28 @@ class EvictionWorkerMixin(Worker, ABC):
         floats = floats_per_token(config)
         files = store_files(self.vllm_config, kv_cache_config, config, floats)
         assert self.kv_eviction is not None
-        content, meter = StoreContent(states, caches, token_stats), self.kv_eviction.meter
+        windows, others = self._windows(kv_cache_config)
+        content = StoreContent(states, {**caches, **others}, token_stats, windows)
+        meter = self.kv_eviction.meter
         if files is not None:
             self._watch_weights()
         return HostStores(content, files, self.rank, meter.restore, self._weights, on_all_ranks)
+
+    def _windows(
+        self, kv_cache_config: KVCacheConfig
+    ) -> tuple[dict[int, WindowGroup], dict[str, LayerCache]]:
+        """Return the groups whose layers attend within a window, and the caches of these layers.
+
+        The scheduler shares stores only if all groups that do not evict are of this kind.
+        """
+        windows, caches = {}, {}
+        for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
+            spec = group.kv_cache_spec
+            if isinstance(spec, AttentionSpec) and not isinstance(spec, EvictableAttentionSpec):
+                windows[group_id] = WindowGroup(group.layer_names, spec.num_kv_heads)
+                for name in group.layer_names:
+                    caches[name] = self._layer_cache(self._layer(name), spec)
+        return windows, caches
 
     def _weights(self) -> str:
         """Return the checksum of the weights of all ranks; every rank must call it."""

@@ -13,7 +13,7 @@ from vllm_kvevict.cache.token_stats import TokenStats
 from vllm_kvevict.ops.token_format import AS_CACHED, TokenFormat
 from vllm_kvevict.rules.rule import EvictionRule
 from vllm_kvevict.rules.step_plan import StoreBlocks, StoreCopy
-from vllm_kvevict.stores.content import StoreContent
+from vllm_kvevict.stores.content import StoreContent, WindowGroup
 from vllm_kvevict.stores.files import StoreFiles
 from vllm_kvevict.stores.host import HostStores
 
@@ -94,6 +94,29 @@ def test_another_server_reads_it_whatever_its_kernel(dtype, name, values):
 def test_a_group_that_had_nothing_to_evict_has_no_split():
     rank, tail = Rank(1, torch.float32, False), StoreBlocks(0, [], [7, 2])
     assert set(dict(rank.content.read([tail]))) == {"0.0.pages", "0.1.pages"}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_layers_with_a_window_are_read_as_they_are(name):
+    """They have no split, no statistics and nothing in the format of stored tokens."""
+    here, there = (Rank(seed, torch.float32, True, FORMATS[name]) for seed in (1, 5))
+    old, new = StoreBlocks(3, [], [7, 2]), StoreBlocks(3, [], [0, 11])
+    others = there.holds(OLD)
+    for rank in (here, there):
+        rank.content = StoreContent({}, rank.caches, rank.values, {3: WindowGroup(NAMES, HEADS)})
+    tensors = dict(here.content.read([old]))
+    assert set(tensors) == {"3.0.pages", "3.1.pages"}
+    there.content.write([new], tensors)
+    to, of = (
+        torch.tensor([block * HEADS + head for block in one.tail for head in range(HEADS)])
+        for one in (new, old)
+    )
+    for layer in NAMES:
+        mine, theirs = there.caches[layer], here.caches[layer]
+        assert torch.equal(mine.keys(to), theirs.keys(of))
+        assert torch.equal(mine.values(to), theirs.values(of))
+    for found, one in zip(there.holds(OLD), others, strict=True):
+        assert torch.equal(found, one), "nothing else is written to"
 
 
 def test_host_memory_holds_what_it_is_told_to(tmp_path):

@@ -66,6 +66,32 @@ def test_shapes_follow_the_requests_rule(point, recent):
     assert group_shapes(key(point, 0), rules)[0] == GroupShape(0, 0, blocks)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("point", [100, 104, 105])
+def test_a_group_with_a_window_has_what_the_next_token_reads(point, name):
+    """A window of 20 tokens, the next one included; its blocks are those of the cache."""
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    sliding = SlidingWindowSpec(
+        block_size=BLOCK, num_kv_heads=HEADS, head_size=SIZE, dtype=torch.float32, sliding_window=20
+    )
+    plain = sizes(2, name)
+    both = replace(
+        plain,
+        specs={**plain.specs, 1: sliding},
+        layers={**plain.layers, 1: 3},
+        windows={1: lambda n: max(0, n - 19)},
+    )
+    shapes = both.shapes(key(point, 2), {0: RULE})
+    read = {position // BLOCK for position in range(point - 19, point)}
+    assert shapes == group_shapes(key(point, 2), {0: RULE}) | {
+        1: GroupShape(min(read) * BLOCK, 0, len(read))
+    }
+    page = 2 * BLOCK * SIZE * 4
+    own = 3 * len(read) * HEADS * page
+    assert both.num_bytes(shapes) == plain.num_bytes({0: shapes[0]}) + own
+
+
 def broken(tensors):
     split = tensors["0.split"]
     yield {name: tensor for name, tensor in tensors.items() if name != "0.1.pages"}
