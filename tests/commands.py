@@ -20,6 +20,16 @@ WAYS = (
 process group."""
 
 
+MOMENTS = {
+    "servers start": ("benchmarks/demo.py", "Starting four vllm serve"),
+    "questions": ("benchmarks/demo.py", ": asking over HTTP"),
+    "load": ("benchmarks/demo.py", ": vllm bench serve"),
+    "calibrate": ("vllm_kvevict/calibrate/learn.py", "probes"),
+    "first start": ("vllm_kvevict/serving/calibrate.py", "so it is calibrated now"),
+}
+"""What commands print at the moments at which tests interrupt them, and the files that print it."""
+
+
 def runs(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

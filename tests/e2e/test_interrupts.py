@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.smollm2 import ModelUnavailable, real_model
-from tests.commands import WAYS, Command
+from tests.commands import MOMENTS, WAYS, Command
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
@@ -34,11 +34,11 @@ def model() -> Path:
 
 
 @pytest.mark.parametrize("number, alone", WAYS)
-@pytest.mark.parametrize("moment", ["Starting three", "asking over HTTP", "vllm bench serve"])
+@pytest.mark.parametrize("moment", ["servers start", "questions", "load"])
 def test_a_benchmark(model: Path, tmp_path: Path, moment: str, number: int, alone: bool) -> None:
     """While its servers start, while it asks, and under load."""
     command = Command([sys.executable, *DEMO], tmp_path / "log")
-    command.wait_for(moment, 600)
+    command.wait_for(MOMENTS[moment][1], 600)
     command.interrupt(number, alone)
 
 
@@ -46,7 +46,7 @@ def test_a_benchmark(model: Path, tmp_path: Path, moment: str, number: int, alon
 def test_calibrate(model: Path, tmp_path: Path, number: int, alone: bool) -> None:
     words = [sys.executable, "-m", "vllm_kvevict", "calibrate", str(model)]
     command = Command([*words, "--output", str(tmp_path / "profile.json")], tmp_path / "log")
-    command.wait_for("probes:", 600)
+    command.wait_for(MOMENTS["calibrate"][1] + ":", 600)
     command.interrupt(number, alone)
     assert not (tmp_path / "profile.json").exists()
 
@@ -60,7 +60,7 @@ def test_a_first_start(
     words += "--kv-eviction auto --enforce-eager --host 127.0.0.1 --port 0".split()
     words += "--kv-cache-memory-bytes 64M --max-model-len 1024".split()
     command = Command(words, tmp_path / "log")
-    command.wait_for("it is measured now", 600)
+    command.wait_for(MOMENTS["first start"][1], 600)
     command.interrupt(number, alone)
 
 

@@ -5,6 +5,7 @@ to its first process alone. What it waits for takes ten minutes, so that a comma
 it fails the test.
 """
 
+import ast
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ import time
 import psutil
 import pytest
 
-from tests.commands import ROOT, WAYS, Command, processes
+from tests.commands import MOMENTS, ROOT, WAYS, Command, processes
 from tests.http_stand_in import JsonHandler, served
 from tests.nightly import covering, nightly, some
 
@@ -231,6 +232,14 @@ def test_measure_goes_on_from_its_file(tmp_path, number, alone):
         refused = subprocess.run(other, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert refused.returncode == 1 and "line 1 of" in refused.stderr
     assert len(answers.read_text().splitlines()) == 9, "left as it was"
+
+
+@pytest.mark.parametrize("file, text", MOMENTS.values(), ids=MOMENTS)
+def test_real_commands_print_what_tests_wait_for(file, text):
+    """Tests that run at night only wait ten minutes for a text that has another wording by now."""
+    nodes = ast.walk(ast.parse((ROOT / file).read_text()))
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant)]
+    assert any(text in one for one in texts if isinstance(one, str))
 
 
 PIP = """#!/usr/bin/env bash

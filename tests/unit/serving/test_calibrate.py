@@ -167,6 +167,16 @@ def test_a_file_or_none_is_the_same_on_all_nodes(
     assert runs == []
 
 
+def test_ray_starts_all_nodes_with_one_profile(
+    build: Any, nothing_ships: Path, runs: list[list[str]]
+) -> None:
+    """One process builds the configuration of every node."""
+    write(build, nothing_ships / "a.json")
+    nodes = NODES["data parallel"] | dict(data_parallel_backend="ray")
+    assert settled(build(dict(policy="auto"), **nodes)).policy == "probe"
+    assert runs == []
+
+
 def test_a_headless_server_does_not_calibrate(
     model: str,
     parser: Any,
