@@ -55,17 +55,19 @@ class Ragged:
         """Tokens in a page of a store."""
         return self.stored.page_tokens(self.block_size)
 
-    def packed(self, stored: TokenFormat, seed: int = 0) -> "Ragged":
-        """The batch with random tokens of another format in its stores."""
+    def packed(self, stored: TokenFormat, seed: int = 0, size: float = 1.0) -> "Ragged":
+        """The batch with random tokens of another format in its stores, and values of a size."""
         rand = torch.Generator().manual_seed(seed)
         cache, dim = self.cache.clone(), self.cache.shape[3] // 2
+        cache[..., dim:] *= size
         pages = cache.view(torch.uint8).flatten(2)
         sizes = stored.page_tokens(self.block_size), dim
         for row in self.tail_start.nonzero().flatten().tolist():
             for block in self.stores[row].tolist():
                 for head in range(self.num_heads):
-                    drawn = (torch.randn(sizes, generator=rand) for _ in range(2))
-                    planes = torch.cat([plane.flatten() for plane in stored.encode(*drawn)])
+                    drawn = [torch.randn(sizes, generator=rand) for _ in range(2)]
+                    keys, values = drawn[0], drawn[1] * size
+                    planes = torch.cat([plane.flatten() for plane in stored.encode(keys, values)])
                     pages[block, head] = 255
                     pages[block, head, : len(planes)] = planes
         return replace(self, cache=cache, stored=stored)

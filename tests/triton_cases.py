@@ -78,12 +78,14 @@ def check_decode(
     fp8: bool = False,
     sinks: bool = False,
     stored: PackedFormat | None = None,
-    **options: int,
+    size: float = 1.0,
+    **options: float,
 ) -> None:
     """Decode attention of a random batch against lists of pages in float64, twice under one plan.
 
     ``fp8`` stores keys, values and queries in FP8, with scales of powers of two. Every other
-    request records its query. ``stored`` is the format of stores in few bits.
+    request records its query. ``stored`` is the format of stores in few bits, with values of
+    ``size``.
     """
     host = random_ragged(dtype=dtype, **options)
     query_scale, key_scale, value_scale, batch = 1.0, 1.0, 1.0, host
@@ -91,7 +93,7 @@ def check_decode(
         query_scale, key_scale, value_scale = 0.5, 0.25, 4.0
         batch, host = host.quantised(key_scale, value_scale)
     if stored is not None:
-        batch = host = host.packed(stored)
+        batch = host = host.packed(stored, size=size)
     batch = batch.to(device)
     heads, dim = batch.num_heads, batch.cache.shape[3] // 2
     count = len(batch.rows)
@@ -138,7 +140,7 @@ def check_decode(
         meant = query.float().cpu()[tokens.long().cpu()] * query_scale
         expected = host.attention(layer, meant, dim**-0.5, softcap, sink)
         tolerance = TOLERANCE[dtype]
-        result = out[tokens.long()].cpu().double()
+        result, expected = out[tokens.long()].cpu().double() / size, expected / size
         torch.testing.assert_close(result, expected, atol=tolerance, rtol=tolerance)
         expected_rings = torch.full_like(rings, float("nan"))
         for place in range(1, count, 2) if ring is not None else ():

@@ -12,6 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
+from tests.nightly import nightly
 from tests.unit.ops.waits import waits_before
 from vllm_kvevict.ops.token_format import INT4, INT8
 from vllm_kvevict.ops.triton import centers, decode, gather, observe, page_table, slices, unpack
@@ -36,13 +37,12 @@ PLAN = dict(
 FLOATS = dict(query="*bf16", cache="*bf16", out="*bf16", rings="*bf16", partial="*fp32")
 FLOATS |= dict(dense="*bf16")
 FLOATS |= dict(weights="*fp32", sinks="*fp32", scale="fp32", softcap="fp32", value_scale="fp32")
-FLOATS |= dict(codes="*u8", code_scales="*fp16", rotation="*i8", rotation_scale="fp32")
-FLOATS |= dict(factor="fp32")
+FLOATS |= dict(rotation="*i8", rotation_scale="fp32", factor="fp32")
 FLOATS |= dict(keys="*bf16", away="*fp32", centers="*i64")
 NUMBERS = (
     "num_sequences columns count head_tokens page_tokens indptr_layer lengths_layer pieces_layer "
     "programs query_token query_head out_token out_head stores_row table_row block_row window "
-    "dense_row"
+    "dense_row one"
 ).split()
 KERNELS = [
     (decode._attend_kernel, ATTEND, dict(num_warps=4, num_stages=3)),
@@ -200,12 +200,64 @@ def test_programs_fit_a_multiprocessor(capability, size, fp8, tmp_path):
     assert tiles == ["2"] * 2 and max(waits) > "0"
 
 
+def dumped(binary: bytes, folder: Path, option: str) -> str:
+    (folder / "kernel.cubin").write_bytes(binary)
+    command = [knobs.nvidia.cuobjdump.path, option, str(folder / "kernel.cubin")]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 def resources(binary: bytes, folder: Path) -> dict[str, int]:
     """Registers of a thread, and bytes of its stack."""
-    (folder / "kernel.cubin").write_bytes(binary)
-    command = [knobs.nvidia.cuobjdump.path, "-res-usage", str(folder / "kernel.cubin")]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    said = dumped(binary, folder, "-res-usage")
     return {name: int(number) for name, number in re.findall(r"(REG|STACK):(\d+)", said)}
+
+
+def loops(binary: bytes, folder: Path) -> list[list[str]]:
+    """Instructions of the loops with products of tensor cores, by their beginnings."""
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", dumped(binary, folder, "-sass"))
+    code = {int(at, 16): text for at, text in found}
+    jumps = {at: re.search(r"\bBRA\b.* 0x([0-9a-f]+)", text) for at, text in code.items()}
+    back = [(int(jump[1], 16), at) for at, jump in jumps.items() if jump]
+    spans = sorted((begin, end) for begin, end in back if begin <= end)
+    parts = [[text for at, text in code.items() if begin <= at <= end] for begin, end in spans]
+    return [part for part in parts if any("HMMA" in text for text in part)]
+
+
+FORMATS = {"int4": INT4, "int8": INT8}
+FIT = [(90, "int4", 128, "bf16"), *(nightly(*one) for one in [
+    (80, "int4", 128, "bf16"), (89, "int4", 128, "bf16"), (90, "int4", 128, "fp16"),
+    (90, "int4", 64, "bf16"), (90, "int8", 128, "bf16"), (90, "int8", 128, "fp16"),
+    (100, "int4", 128, "bf16"),
+])]  # fmt: skip
+# Bytes of a store for each instruction of a warp. At half of an H100's bandwidth, its four
+# schedulers have one instruction of a warp each for 7.3 bytes.
+BYTES = {"int4": 11, "int8": 11}
+
+
+@pytest.mark.parametrize(("capability", "stored", "size", "dtype"), FIT)
+def test_programs_over_stores_in_few_bits(capability, stored, size, dtype, tmp_path):
+    """All programs of a launch run at once, and the loop over the store has few instructions."""
+    shared = SHARED.get(capability, SHARED[90])
+    found = resident(size, 2, False, shared)
+    packed = PackedStores.of(FORMATS[stored], size, 16, torch.device("cpu")).constants(size)
+    constants = ATTEND | packed
+    constants |= dict(DIM=size, DIM_PAD=size, SINKS=False, STORE_BYTES=16 * 2 * size * 2)
+    types = dict.fromkeys(("query", "cache", "out", "rings"), f"*{dtype}")
+    for stages in {found.few, found.many}:
+        options, target = dict(num_warps=4, num_stages=stages), GPUTarget("cuda", capability, 32)
+        made = compiled(decode._attend_kernel, constants, options, target, **types)
+        used = resources(made.asm["cubin"], tmp_path)
+        registers = -(-used["REG"] // 8) * 8 * THREADS
+        assert found.programs * registers <= REGISTERS
+        assert found.programs * (made.metadata.shared + RESERVED) <= shared
+        loop = min((part for part in loops(made.asm["cubin"], tmp_path) if masks(part)), key=len)
+        size_of_tile = packed["STORE_PAGE"] * sum(FORMATS[stored].planes(size))
+        assert len(loop) * BYTES[stored] <= size_of_tile
+
+
+def masks(instructions: list[str]) -> bool:
+    """True if many of them combine bits."""
+    return sum("LOP3" in text for text in instructions) > 24
 
 
 @pytest.mark.parametrize(

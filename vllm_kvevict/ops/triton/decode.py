@@ -16,13 +16,7 @@ import triton.language as tl
 
 from vllm_kvevict.ops.fp8 import FP8
 from vllm_kvevict.ops.triton.merge import MERGED, Partials, merge_pieces, place_of
-from vllm_kvevict.ops.triton.packed import (
-    NOT_PACKED,
-    PackedStores,
-    load_stored_tile,
-    rotate_query,
-    rotate_sums_back,
-)
+from vllm_kvevict.ops.triton.packed import NOT_PACKED, PackedStores, ones
 from vllm_kvevict.ops.triton.slices import (
     BEGIN,
     END,
@@ -40,6 +34,8 @@ from vllm_kvevict.ops.triton.slices import (
     WORDS,
     Slices,
 )
+from vllm_kvevict.ops.triton.softmax import base_2
+from vllm_kvevict.ops.triton.stored import attend_stored
 
 _LOG2E = 1.4426950408889634
 
@@ -83,12 +79,10 @@ def _attend_tile(
     q, keys, values, used, best, weight, sums, scale, softcap,
     SOFTCAP: tl.constexpr, LOG2E: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile of keys and values to the online softmax, whatever they were read from."""
-    logits = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
-    if SOFTCAP:
-        # tanh by the sigmoid, because Triton has no tanh.
-        logits = softcap * (2.0 * tl.sigmoid(2.0 * logits / softcap) - 1.0)
-    logits = tl.where(used[None, :], logits * LOG2E, float("-inf"))
+    """Add a tile of keys and values to the online softmax, wherever they were read from."""
+    factor = scale if SOFTCAP else scale * LOG2E
+    logits = tl.dot(q, tl.trans(keys), input_precision="ieee") * factor
+    logits = base_2(logits, used, softcap, SOFTCAP, LOG2E)
     new_best = tl.maximum(best, tl.max(logits, 1))
     share = tl.exp2(logits - new_best[:, None])
     decay = tl.exp2(best - new_best)
@@ -96,39 +90,6 @@ def _attend_tile(
     sums = sums * decay[:, None]
     sums += tl.dot(share.to(values.dtype), values, input_precision="ieee")
     return new_best, weight, sums
-
-
-@triton.jit
-def _attend_packed(
-    q, codes, code_scales, rotation, rotation_scale, own_stores, first_page, begin, end, dim,
-    best, weight, sums, scale, softcap, HEADS: tl.constexpr, DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr, PAGE: tl.constexpr, TILES: tl.constexpr, LANES: tl.constexpr,
-    BYTES: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, GROUPS: tl.constexpr,
-    SOFTCAP: tl.constexpr, LOG2E: tl.constexpr,
-):  # fmt: skip
-    """Add the keys ``begin`` to ``end`` of a packed store to the online softmax.
-
-    A tile is a whole page or an equal part of one, so it has one address.
-    """
-    SPAN: tl.constexpr = PAGE // TILES
-    rotated = rotate_query(q, rotation, rotation_scale, DIM, DIM_PAD)
-    lane = tl.arange(0, LANES)
-    for tile in range(begin // SPAN, (end + SPAN - 1) // SPAN):
-        key = tile * SPAN + lane
-        used = (lane < SPAN) & (key >= begin) & (key < end)
-        flat = first_page + tile // TILES
-        block = tl.load(own_stores + flat // HEADS)
-        physical = block.to(tl.int64) * HEADS + flat % HEADS
-        keys, values = load_stored_tile(
-            codes, code_scales, physical, tile % TILES * SPAN + lane, used, dim, BYTES, DIM, PAGE,
-            KEY_BITS, VALUE_BITS, GROUPS,
-        )  # fmt: skip
-        best, weight, sums = _attend_tile(
-            rotated, keys.to(q.dtype), values.to(q.dtype), used, best, weight, sums, scale,
-            softcap, SOFTCAP, LOG2E,
-        )  # fmt: skip
-    sums = rotate_sums_back(sums, weight, rotation, rotation_scale, q.dtype, DIM, DIM_PAD)
-    return best, weight, sums
 
 
 # Slices of tables have any address and a row stride that depends on the batch. With specialization,
@@ -151,9 +112,9 @@ def _attend_kernel(
     rings,
     slots,
     seq_lens,
-    codes,
-    code_scales,
+    words,
     rotation,
+    one,
     scale,
     softcap,
     value_scale,
@@ -187,6 +148,7 @@ def _attend_kernel(
     KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr,
     GROUPS: tl.constexpr,
+    SPREAD: tl.constexpr,
 ):
     group = tl.arange(0, GROUP_PAD)
     dim = tl.arange(0, DIM_PAD)
@@ -241,11 +203,11 @@ def _attend_kernel(
         rest = begin
         if KEY_BITS > 0:
             if begin < stored:
-                best, weight, sums = _attend_packed(
-                    q, codes, code_scales, rotation, rotation_scale, own_stores, first_page, begin,
-                    tl.minimum(end, stored), dim, best, weight, sums, scale, softcap, HEADS, DIM,
-                    DIM_PAD, STORE_PAGE, STORE_TILES, STORE_LANES, STORE_BYTES, KEY_BITS,
-                    VALUE_BITS, GROUPS, SOFTCAP, LOG2E,
+                best, weight, sums = attend_stored(
+                    q, words, one, rotation, rotation_scale, own_stores, first_page, begin,
+                    tl.minimum(end, stored), best, weight, scale, softcap, HEADS, DIM, DIM_PAD,
+                    STORE_PAGE, STORE_TILES, STORE_LANES, STORE_BYTES, KEY_BITS, VALUE_BITS,
+                    GROUPS, SPREAD, SOFTCAP, LOG2E,
                 )  # fmt: skip
             rest = tl.maximum(begin, stored)
         for base in range(rest, end, TILE):
@@ -402,9 +364,9 @@ def decode_attention(
         out if ring is None else ring.entries,
         unused if ring is None else ring.slots,
         unused if ring is None else ring.seq_lens,
-        unused if packed is None else cache.view(torch.uint8),
-        unused if packed is None else cache.view(torch.float16),
+        unused if packed is None else cache.view(torch.int32),
         unused if packed is None else packed.rotation,
+        ones(query.dtype),
         scale,
         softcap or 1.0,
         value_scale,

@@ -3,6 +3,11 @@
 Logits and weighted sums over a store are computed in the basis in which its tokens are rotated: the
 query is rotated before, and the sums are rotated back after, once for each piece of a sequence. See
 :class:`~vllm_kvevict.ops.token_format.PackedFormat`.
+
+Elements are not converted, centred or scaled one by one. The bits of a level are put into the
+fraction of a 16-bit float between 1 and 2, which is one operation for two elements:
+:func:`levels`. Who multiplies these numbers multiplies the products by the scales, and subtracts
+:func:`middle` times the sum of the other factor.
 """
 
 from dataclasses import dataclass
@@ -11,10 +16,17 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_kvevict.ops.token_format import PackedFormat, groups, hadamard
+from vllm_kvevict.ops.token_format import GROUP, PackedFormat, groups, hadamard
 
 LANES = 64
 """Maximum number of tokens in a tile of a store."""
+
+
+def _spread(head_size: int) -> int:
+    """Return the dimensions of a tile of a group. Products need at least 16 for its half."""
+    if head_size % GROUP == 0:
+        return GROUP
+    return max(32, triton.next_power_of_2(head_size))
 
 
 @dataclass(frozen=True)
@@ -61,118 +73,168 @@ class PackedStores:
             KEY_BITS=self.token_format.key_bits,
             VALUE_BITS=self.token_format.value_bits,
             GROUPS=groups(head_size),
+            SPREAD=_spread(head_size),
         )
 
 
 NOT_PACKED = dict(STORE_PAGE=1, STORE_TILES=1, STORE_LANES=1, KEY_BITS=0, VALUE_BITS=0, GROUPS=1)
+NOT_PACKED |= dict(SPREAD=1)
 """The compile-time arguments of a kernel that reads stores as all other pages."""
 
 
-@triton.jit
-def load_rotation(rotation, TRANSPOSED: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """Return the rotation [DIM_PAD, DIM_PAD] int8, or its transpose; 0 outside of [DIM, DIM]."""
-    row = tl.arange(0, DIM_PAD)[:, None]
-    column = tl.arange(0, DIM_PAD)[None, :]
-    at = column * DIM + row if TRANSPOSED else row * DIM + column
-    return tl.load(rotation + at, mask=(row < DIM) & (column < DIM), other=0)
+def ones(dtype: torch.dtype) -> int:
+    """Return the bits of the number 1 in both halves of a word. In float32, as in float16."""
+    return 0x3F803F80 if dtype == torch.bfloat16 else 0x3C003C00
 
 
-@triton.jit
-def rotate_query(q, rotation, factor, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """Return queries [GROUP_PAD, DIM_PAD] in the basis of stored tokens, in their type."""
-    matrix = load_rotation(rotation, True, DIM, DIM_PAD).to(q.dtype)
-    return (tl.dot(q, matrix, input_precision="ieee") * factor).to(q.dtype)
+@triton.constexpr_function
+def _fraction(dtype):
+    """Return the bits of the fraction of a type. In float32, levels are those of float16."""
+    return 7 if dtype == tl.bfloat16 else 10
 
 
-@triton.jit
-def rotate_sums_back(
-    sums, weight, rotation, factor, TYPE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr
-):
-    """Return weighted sums [GROUP_PAD, DIM_PAD] float32 of stored values in the model's basis.
+@triton.constexpr_function
+def num_fields(bits, dtype):
+    """Return in how many fields a level is read: two if the fraction does not hold its bits."""
+    return 1 if bits <= _fraction(dtype) else 2
 
-    In 16 bits, three parts of each sum are multiplied by tensor cores. The products are exact,
-    because the elements of the rotation are 1 and -1.
 
-    Args:
-        sums: [GROUP_PAD, DIM_PAD] float32.
-        weight: [GROUP_PAD] float32 sums of the weights, by which the largest part stays in range.
-        rotation: See :class:`PackedStores`.
-        factor: Its scale.
-        TYPE: Type of the products.
+@triton.constexpr_function
+def _first(start, field):
+    """Return the first bit of a field in its byte."""
+    return start + 4 * field
 
+
+@triton.constexpr_function
+def _size(bits, field, dtype):
+    """Return the number of bits of a field."""
+    if num_fields(bits, dtype) == 1:
+        return bits
+    return bits - 4 if field else 4
+
+
+@triton.constexpr_function
+def _place(start, bits, field, dtype):
+    """Return the first bit of a field in the fraction.
+
+    The highest bit of a byte becomes that of the fraction, so that all fields are moved by one
+    shift. Seven bits hold the lower half of a byte as it is.
     """
-    matrix = load_rotation(rotation, False, DIM, DIM_PAD).to(TYPE)
-    if tl.float32 == TYPE:
-        return tl.dot(sums, matrix, input_precision="ieee") * factor
-    whole = tl.where(weight > 0, weight, 1.0)[:, None]
-    mean = sums / whole
-    high = mean.to(TYPE)
-    rest = mean - high.to(tl.float32)
-    middle = rest.to(TYPE)
-    low = (rest - middle.to(tl.float32)).to(TYPE)
-    back = tl.dot(low, matrix)
-    back += tl.dot(middle, matrix)
-    back += tl.dot(high, matrix)
-    return back * (whole * factor)
+    return max(0, _first(start, field) + _fraction(dtype) - 8)
+
+
+@triton.constexpr_function
+def unit(start, bits, field, dtype):
+    """Return by how much a level is larger if the number of this field is larger by 1."""
+    return 2 ** (4 * field + _fraction(dtype) - _place(start, bits, field, dtype))
+
+
+@triton.constexpr_function
+def middle(start, bits, field, dtype):
+    """Return the number in the middle of the range of a field: 0 in float32, which has to be exact
+    to more than what is left of sums of such numbers, and where it is subtracted from each."""
+    return 0.0 if dtype == tl.float32 else _between(start, bits, field, dtype)
+
+
+@triton.constexpr_function
+def _between(start, bits, field, dtype):
+    half_level = 2.0 ** (_place(start, bits, field, dtype) - _fraction(dtype) - 1)
+    return 1 + (2 ** _size(bits, field, dtype) - 1) * half_level
 
 
 @triton.jit
-def _unpacked(
-    codes, scales, read, dim, SHIFT: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr
-):
-    """Return elements [TILE, DIM_PAD] float32.
-
-    GPUs convert integers at a quarter of the rate or less. A level is therefore put into the
-    fraction of a power of two: the float32 with these bits is the power and the level.
-
-    Args:
-        codes: [TILE, DIM_PAD] int32 with the levels from bit ``SHIFT`` on, at least 1.
-        scales: [TILE] addresses of the scales of the first group.
-        read: [TILE] bool; elements are 0 where it is False.
-        dim: [DIM_PAD] dimensions.
-
-    """
-    POWER: tl.constexpr = 23 - SHIFT
-    bits = (codes & (((1 << BITS) - 1) << SHIFT)) | ((POWER + 127) << 23)
-    centred = bits.to(tl.float32, bitcast=True) - ((1 << POWER) + ((1 << BITS) - 1) / 2)
-    scale = tl.load(scales, mask=read, other=0.0).to(tl.float32)[:, None]
-    if GROUPS > 1:
-        for group in tl.static_range(1, GROUPS):
-            other = tl.load(scales + group, mask=read, other=0.0).to(tl.float32)[:, None]
-            scale = tl.where(dim[None, :] >= group * 64, other, scale)
-    return centred * scale
+def appended(tensors, tensor):
+    """Return a tuple with one more tensor."""
+    return tensors + (tensor,)  # noqa: RUF005 (Triton knows no starred expressions.)
 
 
 @triton.jit
-def load_stored_tile(
-    codes, scales, physical, token, used, dim, PAGE_BYTES: tl.constexpr, DIM: tl.constexpr,
-    STORE_PAGE: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
-    GROUPS: tl.constexpr,
+def levels(
+    words, one, odd: tl.constexpr, START: tl.constexpr, BITS: tl.constexpr, field: tl.constexpr,
+    TYPE: tl.constexpr,
 ):  # fmt: skip
-    """Return keys and values [TILE, DIM_PAD] float32 of tokens of one page, rotated.
+    """Return numbers [TILE, 2 * W] of even or odd dimensions, between 1 and 2 in 16 bits.
+
+    The level minus its middle is the sum over fields of ``unit`` times (number - ``middle``).
 
     Args:
-        codes: The cache as uint8.
-        scales: The cache as float16.
-        physical: int64 page.
+        words: [TILE, W] int32 of four bytes each. The two halves of a word are two elements.
+        one: The number 1 twice, as int32: :func:`ones`. It is no constant, because an instruction
+            of an NVIDIA GPU has one, which is the mask.
+        odd: 1 for odd dimensions, 0 for even ones.
+        START: First bit of a level in its byte.
+        BITS: Bits of a level.
+        field: Less than :func:`num_fields`.
+        TYPE: Type of the numbers.
+
+    """
+    PLACE: tl.constexpr = _place(START, BITS, field, TYPE)
+    SHIFT: tl.constexpr = _first(START, field) + 8 * odd - PLACE
+    MASK: tl.constexpr = ((1 << _size(BITS, field, TYPE)) - 1) << PLACE
+    moved = words >> SHIFT if SHIFT >= 0 else words << -SHIFT
+    both = moved & (MASK * 0x10001) | one
+    pairs = tl.join(both.to(tl.int16), (both >> 16).to(tl.int16))
+    # The maximum of one element. Triton lays out operands that come from a join as if they were
+    # made of half as many bits, which takes 200 more instructions for a tile, and it does not look
+    # beyond a reduction.
+    bits = tl.max(pairs.reshape(words.shape[0], 2 * words.shape[1], 1), 2).to(tl.int16)
+    if tl.float32 == TYPE:
+        between: tl.constexpr = _between(START, BITS, field, TYPE)
+        return bits.to(tl.float16, bitcast=True).to(tl.float32) - between
+    return bits.to(TYPE, bitcast=True)
+
+
+@triton.jit
+def load_words(page, token, used, group, SPREAD: tl.constexpr, DIM: tl.constexpr):
+    """Return the bytes of a group of dimensions, [TILE, SPREAD // 4] int32.
+
+    Args:
+        page: A plane of a page, as int32.
+        token: [TILE] tokens of the page.
+        used: [TILE] bool; the bytes of others are undefined.
+        group: The group.
+        SPREAD: Dimensions of a tile of a group; the bytes of those that do not exist are undefined.
+        DIM: Dimensions of a head.
+
+    """
+    word = tl.arange(0, SPREAD // 4)
+    at = token[:, None] * (DIM // 4) + (group * (SPREAD // 4) + word)[None, :]
+    mask = used[:, None]
+    if DIM % SPREAD != 0:
+        mask = mask & (word < DIM // 4)[None, :]
+    return tl.load(page + at, mask=mask)
+
+
+@triton.jit
+def load_scales(page, token, used, index: tl.constexpr, GROUPS: tl.constexpr):
+    """Return scales [TILE] float32: those of keys by group, then those of values.
+
+    Args:
+        page: The plane of scales of a page, as int32, because a copy that runs ahead of its use
+            takes four bytes or more.
         token: [TILE] tokens of the page.
         used: [TILE] bool; False gives 0.
-        dim: [DIM_PAD] dimensions.
+        index: Index of the scale.
+        GROUPS: Groups of dimensions.
 
     """
-    JOINT: tl.constexpr = KEY_BITS + VALUE_BITS <= 8
-    PLANES: tl.constexpr = 1 if JOINT else 2
-    page = codes + physical * PAGE_BYTES
-    at = token[:, None] * DIM + dim[None, :]
-    read = used[:, None] & (dim < DIM)[None, :]
-    keys = tl.load(page + at, mask=read, other=0).to(tl.int32) << 1
-    values = keys
-    if not JOINT:
-        values = tl.load(page + STORE_PAGE * DIM + at, mask=read, other=0).to(tl.int32) << 1
-    KEY_SHIFT: tl.constexpr = VALUE_BITS + 1 if JOINT else 1
-    own = scales + physical * (PAGE_BYTES // 2) + PLANES * STORE_PAGE * DIM // 2
-    own = own + token * (2 * GROUPS)
-    return (
-        _unpacked(keys, own, used, dim, KEY_SHIFT, KEY_BITS, GROUPS),
-        _unpacked(values, own + GROUPS, used, dim, 1, VALUE_BITS, GROUPS),
-    )
+    pair = tl.load(page + token * GROUPS + index // 2, mask=used, other=0)
+    half = pair >> (16 * (index % 2))
+    return half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def load_rotation(
+    rotation, group, odd, TYPE: tl.constexpr, SPREAD: tl.constexpr, DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+):  # fmt: skip
+    """Return the rows of the rotation of even or odd dimensions of a group.
+
+    Returns:
+        [SPREAD // 2, DIM_PAD] of a type; 0 outside of [DIM, DIM].
+
+    """
+    row = (group * SPREAD + 2 * tl.arange(0, SPREAD // 2) + odd)[:, None]
+    column = tl.arange(0, DIM_PAD)[None, :]
+    found = tl.load(rotation + row * DIM + column, mask=(row < DIM) & (column < DIM), other=0)
+    return found.to(tl.float32).to(TYPE)

@@ -4,10 +4,56 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_kvevict.ops.triton.packed import PackedStores, load_rotation, load_stored_tile
+from vllm_kvevict.ops.triton.packed import (
+    PackedStores,
+    appended,
+    levels,
+    load_rotation,
+    load_scales,
+    load_words,
+    middle,
+    num_fields,
+    ones,
+    unit,
+)
 from vllm_kvevict.ops.triton.slices import TILE
 
 _PROGRAMS = 32
+
+
+@triton.jit
+def _rotated_back(
+    page, scales, one, token, used, matrices, FIRST_SCALE: tl.constexpr,
+    START: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, SPREAD: tl.constexpr,
+    TYPE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+):  # fmt: skip
+    """Return keys or values [TILE, DIM_PAD] float32, without the scale of the rotation.
+
+    Args:
+        page: The plane of their bytes, as int32.
+        scales: The plane of scales, as int32.
+        one: See :func:`~.packed.levels`.
+        token: [TILE] tokens of the page.
+        used: [TILE] bool; False gives 0.
+        matrices: By group, even and odd dimensions: rows [SPREAD // 2, DIM_PAD] of the rotation.
+        FIRST_SCALE: Index of the scale of their first group.
+        START: First bit of a level in its byte.
+        BITS: Bits of a level.
+
+    """
+    found = tl.zeros([token.shape[0], DIM_PAD], tl.float32)
+    for group in tl.static_range(GROUPS):
+        words = load_words(page, token, used, group, SPREAD, DIM)
+        own_scales = load_scales(scales, token, used, FIRST_SCALE + group, GROUPS)[:, None]
+        for odd in tl.static_range(2):
+            centred = tl.zeros([token.shape[0], SPREAD // 2], tl.float32)
+            for field in tl.static_range(num_fields(BITS, TYPE)):
+                numbers = levels(words, one, odd, START, BITS, field, TYPE).to(tl.float32)
+                numbers = numbers - middle(START, BITS, field, TYPE)
+                centred += numbers * unit(START, BITS, field, TYPE)
+            elements = (centred * own_scales).to(TYPE)
+            found = tl.dot(elements, matrices[2 * group + odd], found, input_precision="ieee")
+    return found
 
 
 @triton.jit(
@@ -23,10 +69,10 @@ def _unpack_kernel(
     block_table,
     lengths,
     cache,
-    codes,
-    code_scales,
+    words,
     rotation,
     dense,
+    one,
     factor,
     stores_row,
     block_row,
@@ -43,7 +89,11 @@ def _unpack_kernel(
     KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr,
     GROUPS: tl.constexpr,
+    SPREAD: tl.constexpr,
 ):
+    JOINT: tl.constexpr = KEY_BITS + VALUE_BITS <= 8
+    KEY_START: tl.constexpr = VALUE_BITS if JOINT else 0
+    PLANE: tl.constexpr = STORE_PAGE * DIM // 4
     SPAN: tl.constexpr = STORE_PAGE // STORE_TILES
     TYPE: tl.constexpr = dense.dtype.element_ty
     sequence = tl.program_id(0)
@@ -60,7 +110,10 @@ def _unpack_kernel(
     dim = tl.arange(0, DIM_PAD)
     in_head = (dim < DIM)[None, :]
     if stored > 0:
-        matrix = load_rotation(rotation, False, DIM, DIM_PAD).to(TYPE)
+        matrices = ()
+        for part in tl.static_range(2 * GROUPS):
+            matrix = load_rotation(rotation, part // 2, part % 2, TYPE, SPREAD, DIM, DIM_PAD)
+            matrices = appended(matrices, matrix)
         lane = tl.arange(0, STORE_LANES)
         for tile in range(tl.program_id(1), (stored + SPAN - 1) // SPAN, tl.num_programs(1)):
             key = tile * SPAN + lane
@@ -68,16 +121,21 @@ def _unpack_kernel(
             flat = first + tile // STORE_TILES
             block = tl.load(stores + row * stores_row + flat // HEADS)
             physical = block.to(tl.int64) * HEADS + flat % HEADS
-            keys, values = load_stored_tile(
-                codes, code_scales, physical, tile % STORE_TILES * SPAN + lane, used, dim,
-                STORE_BYTES, DIM, STORE_PAGE, KEY_BITS, VALUE_BITS, GROUPS,
+            page = words + physical * (STORE_BYTES // 4)
+            scales = page + (PLANE if JOINT else 2 * PLANE)
+            token = tile % STORE_TILES * SPAN + lane
+            keys = _rotated_back(
+                page, scales, one, token, used, matrices, 0, KEY_START, KEY_BITS, GROUPS,
+                SPREAD, TYPE, DIM, DIM_PAD,
             )  # fmt: skip
-            keys = tl.dot(keys.to(TYPE), matrix, input_precision="ieee") * factor
-            values = tl.dot(values.to(TYPE), matrix, input_precision="ieee") * factor
+            values = _rotated_back(
+                page + (0 if JOINT else PLANE), scales, one, token, used, matrices, GROUPS,
+                0, VALUE_BITS, GROUPS, SPREAD, TYPE, DIM, DIM_PAD,
+            )  # fmt: skip
             at = target + key[:, None] * (2 * DIM) + dim[None, :]
             mask = used[:, None] & in_head
-            tl.store(at, keys.to(TYPE), mask=mask)
-            tl.store(at + DIM, values.to(TYPE), mask=mask)
+            tl.store(at, (keys * factor).to(TYPE), mask=mask)
+            tl.store(at + DIM, (values * factor).to(TYPE), mask=mask)
     later = length - stored
     own_table = block_table + place * block_row + tail // PAGE
     for base in range(tl.program_id(1) * TILE, later, tl.num_programs(1) * TILE):
@@ -130,10 +188,10 @@ def unpack_tokens(
         block_table,
         lengths,
         cache,
-        cache.view(torch.uint8),
-        cache.view(torch.float16),
+        cache.view(torch.int32),
         packed.rotation,
         dense,
+        ones(cache.dtype),
         packed.scale,
         stores.stride(0),
         block_table.stride(0),
