@@ -63,7 +63,8 @@ def test_a_store_that_is_found_without_its_window(monkeypatch: pytest.MonkeyPatc
         return all(b.block_hash == mark for b, mark in self.hashes if b.block_id in own)
 
     monkeypatch.setattr(PublishedStore, "intact", property(intact))
-    assert caught(STALE)
+    with pytest.raises(AssertionError):
+        test_windows.test_a_store_whose_window_was_taken_by_others_is_computed(SYNC)
 
 
 def test_what_was_computed_over_a_store_without_its_window(
