@@ -159,9 +159,10 @@ def streaming_in(scenario: Scenario) -> Scenario:
 def conversing(scenario: Scenario) -> Scenario:
     """The same day on a server on which conversations grow, and evict every so many tokens.
 
-    Some requests ask for another number of tokens, or for the evictions of other servers. Turns
-    follow one another, several continue the same one, and the KV cache loses some in between, of
-    which host memory or files, on disks that may fail, have the last states.
+    Some requests ask for another number of tokens, or for the evictions of other servers, and some
+    prompts come again with twice the number. Turns follow one another, several continue the same
+    one, and the KV cache loses some in between, of which host memory or files, on disks that may
+    fail, have the last states.
     """
     seed = scenario.seed
     every, shared = (20, 64, 33, 128)[seed % 4], ("keep", "evict")[seed // 4 % 2]
@@ -170,6 +171,8 @@ def conversing(scenario: Scenario) -> Scenario:
         audit=0.0, blocks=max(30, scenario.setup.blocks),
         disk=(None, None, 0.0, 0.1, 0.4)[seed % 5],
     )  # fmt: skip
+    twice = 2 * -(-setup.every // setup.block_size) * setup.block_size
+    every_second = Wish(None, None, None, 0, None, False, every=twice)
     events: list[tuple[Any, ...]] = []
     for number, event in enumerate(scenario.events, seed):
         if isinstance(event[-1], Wish) and number % 3:
@@ -182,6 +185,9 @@ def conversing(scenario: Scenario) -> Scenario:
             events += [("follow", number % 23, 1 + 7 * number % 90, 4 + 5 * number % 50)]
         if number % 5 == 0:
             events += [("follow", number % 7, 1 + k, 8) for k in range(3)]
+        if number % 4 == 0:
+            # Stores of the same tokens at the same point, with another history.
+            events += [("repeat", number % 13, 8, every_second)]
         if number % 7 == 0:
             events += [("steps", 30), ("forget",)]
     return replace(scenario, setup=setup, events=events)
