@@ -1,6 +1,7 @@
 """What a store is outside the KV cache does not depend on where and how it lay inside."""
 
 import errno
+import mmap
 
 import pytest
 import torch
@@ -170,6 +171,26 @@ def test_a_store_that_cannot_be_loaded_is_reported(tmp_path, monkeypatch, fault)
     news = host.news()
     assert news.lost == ["y"] and host.news() is None
     assert all(map(torch.equal, rank.holds(NEW), before))
+
+
+def test_a_rank_that_cannot_map_a_region_reads_the_file(tmp_path, monkeypatch):
+    rank, files = Rank(1, torch.float32, True), StoreFiles(tmp_path, {})
+    host = HostStores(rank.content, files, rank=0)
+    expected = rank.holds(OLD)
+    host.save([], [StoreCopy("y", [OLD], keep=False, write=True)])
+    host.flush()
+    content, mapped, refused = files.read("y", 0, 10**6), mmap.mmap, []
+
+    def once(*args, **options):
+        if refused:
+            return mapped(*args, **options)
+        refused.append(args)
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr("mmap.mmap", once)
+    host.load([StoreCopy("y", [NEW], keep=True, payload=[content.handle])])
+    assert refused and not host.news().lost
+    assert all(map(torch.equal, rank.holds(NEW), expected))
 
 
 def test_a_store_that_another_rank_cannot_load_is_not_kept(tmp_path):
