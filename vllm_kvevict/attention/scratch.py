@@ -56,7 +56,11 @@ class Scratch:
         if device.type != "cpu" and torch.cuda.is_available():
             gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
             self.resident = resident(
-                shape.head_size, shape.itemsize, shape.fp8, gpu.shared_memory_per_multiprocessor
+                shape.head_size,
+                shape.itemsize,
+                shape.fp8,
+                gpu.shared_memory_per_multiprocessor,
+                isinstance(token_format, PackedFormat),
             )
             processors = gpu.multi_processor_count
         sequences = shape.max_requests * shape.num_heads

@@ -238,7 +238,7 @@ BYTES = {"int4": 11, "int8": 11}
 def test_programs_over_stores_in_few_bits(capability, stored, size, dtype, tmp_path):
     """All programs of a launch run at once, and the loop over the store has few instructions."""
     shared = SHARED.get(capability, SHARED[90])
-    found = resident(size, 2, False, shared)
+    found = resident(size, 2, False, shared, packed=True)
     packed = PackedStores.of(FORMATS[stored], size, 16, torch.device("cpu")).constants(size)
     constants = ATTEND | packed
     constants |= dict(DIM=size, DIM_PAD=size, SINKS=False, STORE_BYTES=16 * 2 * size * 2)

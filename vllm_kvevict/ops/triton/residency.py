@@ -37,7 +37,9 @@ class Residency:
     many: int
 
 
-def resident(head_size: int, itemsize: int, fp8: bool, shared_bytes: int) -> Residency:
+def resident(
+    head_size: int, itemsize: int, fp8: bool, shared_bytes: int, packed: bool = False
+) -> Residency:
     """Return the programs of a multiprocessor that run at once, and their stages.
 
     Args:
@@ -45,11 +47,12 @@ def resident(head_size: int, itemsize: int, fp8: bool, shared_bytes: int) -> Res
         itemsize: Bytes of an element of the queries.
         fp8: True if the cache is FP8.
         shared_bytes: Bytes of shared memory of a multiprocessor.
+        packed: True if stores have few bits.
 
     """
     row = max(16, next_power_of_2(head_size)) * itemsize
-    # Up to 128, 168 and 208 registers per thread.
-    programs = 4 if row <= 128 else 2
+    # Up to 128, 168 and 208 registers per thread; over stores in few bits up to 255.
+    programs = 4 if row <= 128 and not packed else 2
     tile = 2 * TILE * row // (itemsize if fp8 else 1)
     other = 3072 + 16 * row + RESERVED
     few = AT_ONCE.get(max(row, 128), 1)
