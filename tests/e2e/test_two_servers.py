@@ -18,6 +18,7 @@ from pathlib import Path
 from urllib.error import HTTPError
 
 import pytest
+import zmq
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 
@@ -41,6 +42,9 @@ NEW_TOKENS = 50
 SETTINGS = dict(policy="ada-snapkv", budget=128, interval=32, allow="none")
 OPTIONS = dict(max_num_batched_tokens=256, max_model_len=1024, enable_prefix_caching=True)
 ASKED = dict(do_remote_decode=True, do_remote_prefill=False)
+VLLM_WAITS_MS, TESTS_WAIT_MS = 5000, 30_000
+"""For the answer to a handshake. Beside other tests, a server that lives may need more than vLLM
+grants it."""
 
 
 def prompts(count, first=200):
@@ -115,6 +119,13 @@ def transfers(monkeypatch):
         "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker"
     )
     found, rng = Transfers(), random.Random(3)
+    setsockopt = zmq.Socket.setsockopt
+
+    def patient(self, option, value):
+        late = (option, value) == (zmq.RCVTIMEO, VLLM_WAITS_MS)
+        return setsockopt(self, option, TESTS_WAIT_MS if late else value)
+
+    monkeypatch.setattr(zmq.Socket, "setsockopt", patient)
 
     class Agent(api.nixl_agent):
         def __init__(self, *args):
