@@ -41,8 +41,9 @@ def test_tokens_equal_the_oracle(tiny_model, scheduler, store_dtype):
     assert result["async_scheduling"] == (scheduler == "async")
     assert result["batch_queue_size"] == (2 if scheduler == "async" else 1)
     assert result["agreed"] == result["total"] == 3 * 4 * NEW_TOKENS
-    # The third time host memory has what the cache lost: whole blocks before the windows.
-    assert result["loaded"] == 256 + 96 + 160
+    # The third time host memory has what the cache lost: whole blocks before the windows. The
+    # second prompt does not fill a store in few bits, and has no window.
+    assert result["loaded"] == 256 + (128 if store_dtype == "int4" else 96) + 160
     # The second time it takes the store of the first.
     assert result["evictions_at_point"] == 3 and result["stores_reused"] == 1
     assert result["full_attention_agreed"] < result["total"] * 0.9
