@@ -44,8 +44,8 @@ class Setup:
 
     ``rings`` is the number of ring slots, None for one a sequence; ``second_budget`` adds a
     second evictable group and ``sliding_window`` a group that does not evict, of chunks of so many
-    tokens where it is ``chunked``; ``full`` adds one with full attention. ``pyramid`` is the number
-    of groups of a server whose policy is pyramidkv, one layer each; 0 for snapkv. With
+    tokens where it is ``chunked``; ``full`` adds one with full attention. If ``pyramid`` is
+    above 0, the policy is pyramidkv with so many groups of one layer; otherwise it is snapkv. With
     ``shares``, which fall, the policy is snapkv all the same, and these are its layers'.
     ``memory`` is for stores outside the KV cache, and ``disk`` the share of the operations on their
     files that fail, None for no files; ``offload`` is the number of chunks, of ``chunk`` blocks,

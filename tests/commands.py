@@ -27,7 +27,7 @@ MOMENTS = {
     "calibrate": ("vllm_kvevict/calibrate/learn.py", "probes"),
     "first start": ("vllm_kvevict/serving/calibrate.py", "so it is calibrated now"),
 }
-"""What commands print at the moments at which tests interrupt them, and the files that print it."""
+"""Moments at which tests interrupt commands: a source file, and the text that it prints then."""
 
 
 def runs(process: psutil.Process) -> bool:

@@ -19,7 +19,7 @@ PASSAGE = (
     "Here is more of the text. One more special magic number is hidden within it.\n{text}\n\n"
     "{question}"
 )
-"""What the user says in a later turn of a chat that grows."""
+"""User message of a later turn, in chats that grow."""
 
 SUMMARIES = (
     "Summarize the text in a few sentences.",

@@ -12,8 +12,9 @@ from benchmarks.quality.cell import FULL_CELL, Cell
 from benchmarks.quality.endpoint import Completion, Endpoint
 from benchmarks.quality.journal import Journal
 from benchmarks.quality.local_chat import LocalChat
-from benchmarks.quality.prompt import AGNOSTIC, Prompt, make_prompt
+from benchmarks.quality.prompt import AGNOSTIC, Prompt, make_prompt, message
 from benchmarks.quality.ruler.sample import RulerSample
+from benchmarks.quality.ruler.tasks import characters_for, make
 
 Item = TypeVar("Item")
 Row = TypeVar("Row")
@@ -91,6 +92,24 @@ def score(prompts: Sequence[Prompt], answers: Iterable[Completion]) -> dict[str,
     for prompt, answer in zip(prompts, answers, strict=True):
         by_task.setdefault(prompt.sample.task, []).append(prompt.sample.score(answer.text))
     return by_task
+
+
+def samples_of(
+    chat: Endpoint | LocalChat, tasks: Sequence[str], length: int, seeds: Sequence[int]
+) -> list[RulerSample]:
+    """Samples of prompts of about ``length`` tokens: all tasks of a seed, then those of the next.
+
+    A run that is cut off has as many samples of each task.
+    """
+
+    def count(sample: RulerSample) -> int:
+        return len(chat.tokenize(message(sample)))
+
+    def of(task: str) -> list[RulerSample]:
+        characters = characters_for(task, length, count)
+        return [make(task, characters, seed) for seed in seeds]
+
+    return [sample for together in zip(*map(of, tasks), strict=True) for sample in together]
 
 
 def render(

@@ -17,13 +17,11 @@ from benchmarks.quality.kvpress_baseline import (
     baseline_cells,
 )
 from benchmarks.quality.local_chat import LocalChat
-from benchmarks.quality.measure import Plan, measure, render, score
+from benchmarks.quality.measure import Plan, measure, render, samples_of, score
 from benchmarks.quality.options import Options
 from benchmarks.quality.own_server import BLOCK_SIZE, LAYERS, Variant, start, variants
-from benchmarks.quality.prompt import Prompt, message
+from benchmarks.quality.prompt import Prompt
 from benchmarks.quality.raw_answers import write_answers
-from benchmarks.quality.ruler.sample import RulerSample
-from benchmarks.quality.ruler.tasks import characters_for, make
 from benchmarks.smollm2 import real_model
 
 EVICTIONS = "vllm_kvevict:evictions_total"
@@ -52,17 +50,7 @@ class Run:
         """Make the prompts of all samples under the model's chat template."""
         options = self.options
         seeds = [options.seed * 1_000_000 + index for index in range(options.samples)]
-
-        def count(sample: RulerSample) -> int:
-            return len(chat.tokenize(message(sample)))
-
-        def samples_of(task: str) -> list[RulerSample]:
-            characters = characters_for(task, options.length, count)
-            return [make(task, characters, seed) for seed in seeds]
-
-        # Task by task within a seed: a run that is cut off has as many samples of each.
-        by_task = [samples_of(task) for task in options.tasks]
-        samples = [sample for together in zip(*by_task, strict=True) for sample in together]
+        samples = samples_of(chat, options.tasks, options.length, seeds)
         self.prompts = render(chat, samples, options.concurrency)
         self.block_size = block_size
 

@@ -38,9 +38,9 @@ from benchmarks.quality.flips import flips
 from benchmarks.quality.intervals import estimate
 from benchmarks.quality.journal import Journal
 from benchmarks.quality.local_chat import LocalChat
-from benchmarks.quality.measure import render, score
-from benchmarks.quality.prompt import Prompt, message
-from benchmarks.quality.ruler.tasks import TASKS, characters_for, make
+from benchmarks.quality.measure import render, samples_of, score
+from benchmarks.quality.prompt import Prompt
+from benchmarks.quality.ruler.tasks import TASKS
 from benchmarks.quality.table import paired, percent, row
 from benchmarks.smollm2 import real_model
 
@@ -59,7 +59,7 @@ class CacheType:
     Args:
         keys: Returns keys [..., D] float32 as attention reads them.
         values: The same for values.
-        overhead: Bytes of a token's key and value in a head beside their 4-bit levels.
+        overhead: Bytes per token and KV head in addition to the 4-bit levels of key and value.
         reads_own_step: True if a token's attention in a prefill reads quantised tokens of the same
             step; otherwise it reads these as they were computed.
         full_layers: Layers at either end that are not quantised.
@@ -87,27 +87,21 @@ def hadamard(size: int) -> torch.Tensor:
     return matrix / math.sqrt(size)
 
 
-@cache
-def signs(size: int) -> torch.Tensor:
-    """[size] signs before the rotation of ``int4_per_token_head``, by vLLM's seed."""
-    generator = torch.Generator().manual_seed(0x9E3779B9)
-    return 2 * torch.bernoulli(torch.full((size,), 0.5), generator=generator) - 1
-
-
 def int4_per_token_head(x: torch.Tensor) -> torch.Tensor:
     """[..., D] float32, D a power of two, after ``vllm/v1/attention/ops/int4_per_token_head.py``.
 
     Rotated; a scale and an integer zero point for each token and head. The zero point takes the low
     bits of the scale.
     """
-    size = x.shape[-1]
-    rotated = (x * signs(size)) @ hadamard(size).T * math.sqrt(size)
+    from vllm.v1.attention.ops.int4_per_token_head import single_rht
+
+    rotated = single_rht(x.contiguous())
     low, high = rotated.amin(-1, keepdim=True), rotated.amax(-1, keepdim=True)
     scale = ((high - low) / 15).clamp_min(1e-6)
     zero = _rounded(-low / scale).clamp(0, 15)
     levels = _rounded(rotated / scale + zero).clamp(0, 15)
     stored = ((scale.view(torch.int32) & -16) | zero.to(torch.int32)).view(torch.float32)
-    return ((levels - zero) * stored) @ hadamard(size) / math.sqrt(size) * signs(size)
+    return single_rht((levels - zero) * stored, inverse=True) / x.shape[-1]
 
 
 def _rounded(x: torch.Tensor) -> torch.Tensor:
@@ -230,15 +224,8 @@ def answer(
 def prompts_of(options: argparse.Namespace, chat: LocalChat) -> list[Prompt]:
     """The samples that ``benchmarks.quality`` makes of the same options."""
 
-    def count(sample: Any) -> int:
-        return len(chat.tokenize(message(sample)))
-
-    samples = []
-    for task in options.tasks:
-        characters = characters_for(task, options.length, count)
-        seeds = range(options.samples)
-        samples += [make(task, characters, options.seed * 1_000_000 + seed) for seed in seeds]
-    return render(chat, samples, 1)
+    seeds = [options.seed * 1_000_000 + index for index in range(options.samples)]
+    return render(chat, samples_of(chat, options.tasks, options.length, seeds), 1)
 
 
 def markdown(result: dict[str, Any]) -> str:

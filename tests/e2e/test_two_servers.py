@@ -43,8 +43,7 @@ SETTINGS = dict(policy="ada-snapkv", budget=128, interval=32, allow="none")
 OPTIONS = dict(max_num_batched_tokens=256, max_model_len=1024, enable_prefix_caching=True)
 ASKED = dict(do_remote_decode=True, do_remote_prefill=False)
 VLLM_WAITS_MS, TESTS_WAIT_MS = 5000, 30_000
-"""For the answer to a handshake. Beside other tests, a server that lives may need more than vLLM
-grants it."""
+"""Time limits of NIXL handshakes. On a busy machine, a working server may exceed vLLM's limit."""
 
 
 def prompts(count, first=200):

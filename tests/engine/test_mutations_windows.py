@@ -18,7 +18,7 @@ STALE = "overwritten or never computed"
 
 
 def caught(message: str, conversations: bool = False) -> bool:
-    """Whether random days of servers with a window end with this message."""
+    """Return whether random days on models with windows fail with this message."""
 
     def day(scenario: Scenario) -> None:
         scenario = conversing(scenario) if conversations else scenario

@@ -32,7 +32,7 @@ class SuffixCache:
     Args:
         hash_block_size: Tokens that one of vLLM's hashes covers.
         managers: The block managers of the KV-cache groups that evict.
-        windows: The groups whose layers attend within a window; None for no such group.
+        windows: The groups whose layers attend within a window, or None if there are none.
 
     """
 
@@ -82,8 +82,8 @@ class SuffixCache:
         mark = BlockHash(b"kv_eviction store, suffix %d" % self._made)
         marked = []
         for group, block in zip(self.groups, blocks, strict=True):
-            # The block that contains the point belongs to the store. A window may have left a
-            # block behind, and has a null block instead.
+            # The block that contains the point belongs to the store. Blocks that a window has
+            # passed were replaced by null blocks.
             if block.block_hash is None and not block.is_null:
                 block.set_block_hash(make_block_hash_with_group_id(mark, group))
             marked.append((block, block.block_hash or b""))
