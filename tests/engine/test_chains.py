@@ -5,6 +5,7 @@ Blocks of 8, window 8, budget 40: a store of 4 blocks. Evictions every 32 tokens
 """
 
 from dataclasses import replace
+from itertools import takewhile
 
 import pytest
 
@@ -117,6 +118,30 @@ def test_five_hundred_branches_of_one_conversation(setup):
     # The first one computes what they have in common, and the others wait for it.
     assert counters(core).stores_reused == 499
     assert counters(core).tokens_reused >= 499 * 200
+
+
+def test_an_eviction_that_ran_late_is_no_store_of_the_chain():
+    """Three answers share one ring of queries, and a scheduler that is a step ahead does not know
+    the tokens of a position when its eviction is put off."""
+    core = conversations(ASYNC, rings=1)
+    requests = [core.add(tokens(150, index), 120) for index in range(3)]
+    ran: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    while core.scheduler.has_unfinished_requests():
+        for request_id, at in evictions(core.step()).items():
+            ran[request_id].append(at)
+    core.finish()
+    assert counters(core).postponed_ring > 0
+    late = []
+    for request in requests:
+        pairs = zip(ran[request.request_id], POINTS, strict=False)
+        in_time = [at for at, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+        if 0 < len(in_time) < len(ran[request.request_id]):
+            late.append(request)
+            turn = say(core, request, 30, 4)
+            # What was computed over the last store that was made in time is found, nothing later.
+            assert in_time[-1] <= hit(core.step(), turn) < in_time[-1] + 32
+            core.finish()
+    assert late, ran
 
 
 @BOTH
