@@ -38,7 +38,7 @@ interruptible() {
 one_at_a_time() {
     mkdir -p "$ROOT/.cache"
     exec 9>"$ROOT/.cache/setup$(basename "${VENV:-}").lock"
-    flock 9
+    interruptible flock 9
 }
 
 # hash_of FILE...: of their contents, of this folder's path and of the interpreter asked for.

@@ -22,7 +22,7 @@ def descendants(root: int) -> list[int]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             # The command's name, in parentheses, may hold spaces.
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            parent = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
         except OSError:
             continue
         children.setdefault(parent, []).append(int(stat.parent.name))
@@ -57,8 +57,9 @@ def name(pid: int) -> str:
     return words[:120]
 
 
-def end_all(root: int) -> None:
-    left = alive(root, PATIENCE)
+def end_all(root: int, patience: float) -> None:
+    """End what runs below ``root`` after ``patience`` seconds."""
+    left = alive(root, patience)
     for pid in left:
         print(f"[reap] left behind: {pid} {name(pid)}", file=sys.stderr)
     for sign in (signal.SIGTERM, signal.SIGKILL):
@@ -84,7 +85,13 @@ def main(command: list[str]) -> int:
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "cannot become a child subreaper")
 
+    patience = PATIENCE
+
     def interrupted(number: int, _frame: object) -> None:
+        nonlocal patience
+        patience = 0
+        for one in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(one, signal.SIG_IGN)
         raise SystemExit(128 + number)
 
     signal.signal(signal.SIGTERM, interrupted)
@@ -93,7 +100,7 @@ def main(command: list[str]) -> int:
         code = wait(os.posix_spawnp(command[0], command, os.environ))
         return code if code >= 0 else 128 - code
     finally:
-        end_all(os.getpid())
+        end_all(os.getpid(), patience)
 
 
 if __name__ == "__main__":

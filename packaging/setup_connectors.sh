@@ -16,7 +16,7 @@ for name in nixl lmcache; do
     declare -n releases="RELEASES_$name"
     say "${releases[*]}"
     interruptible "$ROOT/.venv/bin/pip" install -qq --no-deps --target "$target" "${releases[@]}"
-    (cd / && PYTHONPATH="$target" "$ROOT/.venv/bin/python" -c "import $name") ||
+    interruptible env -C / PYTHONPATH="$target" "$ROOT/.venv/bin/python" -c "import $name" ||
         fail "$name does not import"
     echo "$hash" >"$target/.setup-stamp"
 done

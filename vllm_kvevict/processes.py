@@ -107,8 +107,7 @@ class _Guard:
         self._below.end(KILL_AFTER)
         self._alone.set()
         time.sleep(max(0.0, END_AFTER - (time.monotonic() - began)))
-        self._below.end(0)
-        os._exit(128 + number)
+        _end_now(number)
 
     def _at_exit(self) -> None:
         if self._number is not None:
@@ -136,22 +135,33 @@ def guard() -> None:
 
 def end(number: int) -> NoReturn:
     """End this process by a signal, and all processes below it. For the main thread."""
+    for one in SIGNALS:
+        signal.signal(one, signal.SIG_IGN)
     _Below().end(KILL_AFTER)
     _die(number)
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
+def interruptible(ends: bool = False) -> Iterator[None]:
     """Raise :class:`Interrupted` in the main thread at SIGINT and SIGTERM, inside the context.
 
     An event loop's handler only notes a signal, which has no effect until the loop runs again. The
     former handlers are restored. A signal without a handler ends the process, as it would have, but
     after the context has unwound.
+
+    Args:
+        ends: True if the caller ends this process then. It ends after :data:`END_AFTER` seconds at
+            the latest: unwinding may wait for a pool of threads, such as those of a download.
+
     """
     mine = threading.current_thread() is threading.main_thread()
     former = {number: signal.getsignal(number) for number in SIGNALS if mine}
 
     def unwind(number: int, frame: FrameType | None) -> NoReturn:
+        if ends:
+            late = threading.Timer(END_AFTER, _end_now, (number,))
+            late.daemon = True
+            late.start()
         raise Interrupted(number)
 
     for number, handler in former.items():
@@ -166,6 +176,11 @@ def interruptible() -> Iterator[None]:
         raise
     finally:
         _restore(former)
+
+
+def _end_now(number: int) -> NoReturn:
+    _Below().end(0)
+    os._exit(128 + number)
 
 
 def _restore(handlers: dict[signal.Signals, Any]) -> None:
@@ -244,7 +259,7 @@ def _running() -> Iterator[_Process]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             # The command's name, in parentheses, may hold spaces.
-            state, *rest = stat.read_text().rpartition(")")[2].split()
+            state, *rest = stat.read_text(errors="replace").rpartition(")")[2].split()
             if state not in "ZX":
                 parent, group, session = map(int, rest[:3])
                 yield _Process(int(stat.parent.name), parent, group, session, int(rest[18]))

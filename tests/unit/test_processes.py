@@ -83,6 +83,43 @@ async def start():
 """
 """A server's event loop, inside which a model is calibrated."""
 
+CONFIGURATION = """
+import asyncio, time
+from types import SimpleNamespace
+from vllm_kvevict.serving import calibrate, plugin
+def calibrated(*args):
+    print("calibrated", flush=True)
+    time.sleep(600)
+calibrate.calibrated = calibrated
+calibrate.check_nodes = plugin._check_version = lambda *args, **kwargs: None
+def original(engine_args):
+    print("READY", flush=True)
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        time.sleep(0.1)
+async def start():
+    settings = {"kv_eviction": {"policy": "auto"}}
+    given = SimpleNamespace(additional_config=settings, _kv_eviction_from_flags=True)
+    plugin._create(original, given)
+asyncio.run(start())
+"""
+"""vLLM reads a model's configuration; the calibration would come after it."""
+
+DOWNLOAD = """
+import asyncio, time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from vllm_kvevict.serving import plugin
+async def start():
+    with plugin._sentence(SimpleNamespace(_kv_eviction_from_flags=True)):
+        with ThreadPoolExecutor(2) as threads:
+            threads.submit(time.sleep, 600)
+            print("READY", flush=True)
+            time.sleep(600)
+asyncio.run(start())
+"""
+"""Files are downloaded in threads, which the main thread waits for as it unwinds."""
+
 LOOPS = {
     "asyncio": FIRST_START.format(install="", run="asyncio.run(start())"),
     "uvloop": FIRST_START.format(install="import uvloop", run="uvloop.run(start())"),
@@ -136,6 +173,16 @@ time.sleep(600)
 def started(mark: str) -> list[psutil.Process]:
     found = psutil.process_iter(["cmdline"])
     return [one for one in found if (one.info["cmdline"] or [])[-1:] == [mark]]
+
+
+@pytest.mark.parametrize("number, alone", [*WAYS[:1], *(nightly(*way.values) for way in WAYS[1:])])
+@pytest.mark.parametrize("script", [CONFIGURATION, DOWNLOAD], ids=["configuration", "download"])
+@pytest.mark.slow
+def test_a_first_start_ends_before_the_measurement(tmp_path, script, number, alone):
+    command = Command([sys.executable, "-c", script], tmp_path / "log")
+    command.wait_for("READY")
+    assert "calibrated" not in command.interrupt(number, alone, timeout_s=25)
+    assert command.process.returncode in (-number, 128 + number)
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,8 @@ def _create(original: Callable[..., Any], engine_args: Any, *args: Any, **kwargs
         return vllm_config
     with _sentence(engine_args):
         _check_version()
-    vllm_config = original(engine_args, *args, **kwargs)
+    with _interrupts(engine_args):
+        vllm_config = original(engine_args, *args, **kwargs)
     from vllm_kvevict.serving.activate import activate, check_statistics
     from vllm_kvevict.serving.calibrate import calibrated, check_nodes
 
@@ -203,16 +204,25 @@ def _switch_off(vllm_config: Any) -> None:
 @contextmanager
 def _sentence(engine_args: Any) -> Iterator[None]:
     """On the command line a refusal is one sentence, and a signal ends the start at once."""
+    try:
+        with _interrupts(engine_args):
+            yield
+    except ValueError as error:
+        if getattr(engine_args, _FROM_FLAGS, False):
+            raise SystemExit(f"error: {error}") from None
+        raise
+
+
+@contextmanager
+def _interrupts(engine_args: Any) -> Iterator[None]:
+    """On the command line a signal ends the start at once. vLLM's event loop would only note it,
+    and a calibration would follow."""
     from vllm_kvevict.processes import Interrupted, end, interruptible
 
     from_flags = getattr(engine_args, _FROM_FLAGS, False)
     try:
-        with interruptible():
+        with interruptible(from_flags):
             yield
-    except ValueError as error:
-        if from_flags:
-            raise SystemExit(f"error: {error}") from None
-        raise
     except Interrupted as interrupt:
         if from_flags:
             end(interrupt.number)
