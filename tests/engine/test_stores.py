@@ -3,6 +3,7 @@
 Blocks of 8, window 8, budget 40, an eviction point at 100, as in ``test_sharing``.
 """
 
+import gc
 from concurrent.futures import Future
 from dataclasses import replace
 from time import monotonic
@@ -12,6 +13,8 @@ from unittest.mock import Mock
 import pytest
 
 from tests.engine.cases import BOTH, SYNC, counters, engine, hit, lose, tokens
+from vllm_kvevict.engine import stores as engine_stores
+from vllm_kvevict.engine.published import PublishedStore
 from vllm_kvevict.engine.store_reads import MAX_STORES_READ, Lookup
 from vllm_kvevict.stores.region import Region
 
@@ -74,7 +77,19 @@ def test_stores_that_are_lost_are_forgotten_without_statistics():
         core.add(tokens(130, seed), 2, asked=ONCE)
         core.finish()
     stores = core.scheduler._stores
-    assert len(stores._to_sweep) == len(stores._published) < core.setup.blocks // 4
+    assert len(stores._published) < core.setup.blocks // 4
+
+
+def test_stores_are_forgotten_where_a_step_makes_more_than_it_examines(monkeypatch):
+    """What was dropped before it was examined stayed in a queue."""
+    monkeypatch.setattr(engine_stores, "STORES_EXAMINED_PER_STEP", 1)
+    core = engine(replace(SYNC, every=32, max_num_seqs=16, max_batched=2048, blocks=300))
+    for seed in range(60):
+        core.add(tokens(200, seed), 2)
+    core.finish()
+    gc.collect()
+    left = sum(isinstance(one, PublishedStore) for one in gc.get_objects())
+    assert counters(core).stores_published > 200 > 100 > left
 
 
 @BOTH

@@ -14,7 +14,7 @@ of its own. Layers that attend within a window belong to a store with their last
 point (:mod:`vllm_kvevict.engine.windows`).
 """
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -66,9 +66,9 @@ class PublishedStores:
         self.kept_bytes = 0
         """Bytes of host memory that hold stores, on all ranks."""
         self.suffixes = SuffixCache(manager.block_pool.hash_block_size, core.managers, self.windows)
-        self._published: dict[ShareKey, PublishedStore] = {}
+        self._published: OrderedDict[ShareKey, PublishedStore] = OrderedDict()
+        """By key, the one that was examined or made last at the end."""
         self._by_block: dict[int, PublishedStore] = {}
-        self._to_sweep: deque[PublishedStore] = deque()
         self._unmade: dict[ShareKey, None] = {}
         self._awaited: dict[ShareKey, None] = {}
         """Stores that waiting requests wait for a running request to make."""
@@ -393,15 +393,13 @@ class PublishedStores:
 
     def sweep(self) -> None:
         """Examine some of the stores: count idle ones, and drop those that lost a block."""
-        for _ in range(min(STORES_EXAMINED_PER_STEP, len(self._to_sweep))):
-            store = self._to_sweep.popleft()
-            if self._published.get(store.key) is not store:
-                continue
+        for _ in range(min(STORES_EXAMINED_PER_STEP, len(self._published))):
+            key, store = next(iter(self._published.items()))
             if not store.ends_intact:
                 self._drop(store)
                 continue
             self._count_idle(store, not store.held)
-            self._to_sweep.append(store)
+            self._published.move_to_end(key)
 
     def _count_idle(self, store: PublishedStore, idle: bool) -> None:
         self.idle += idle - store.counted_idle
@@ -423,7 +421,6 @@ class PublishedStores:
         hashes = [(block, block.block_hash or b"") for _, block in stored + tails]
         store = self._published[key] = PublishedStore(key, groups, hashes)
         self._by_block |= {block.block_id: store for _, block in stored}
-        self._to_sweep.append(store)
         return store
 
     def drop_containing(self, block_ids: Iterable[int]) -> None:
