@@ -6,7 +6,7 @@ which is the limit. Asks the first three about long English texts through the Op
 the question is known when the text is evicted and where it is not, drives each with
 `vllm bench serve`, and prints and draws one comparison.
 A first request says how many questions and requests this machine has time for. On a CPU without
-instructions for bfloat16 the servers compute in float32.
+instructions for bfloat16 the servers compute in float32, and the limit is not measured.
 """
 
 import argparse
@@ -183,16 +183,18 @@ def told(
 class Demo:
     """The size of the comparison, and its rows.
 
-    ``size`` is None for as many questions and requests as this machine has time for.
+    ``size`` is None for as many questions and requests as this machine has time for. ``limit`` says
+    whether there is a server with memory for all requests.
     """
 
     model: Path
     dtype: str
     eviction: list[str]
     size: tuple[int | None, int | None]
+    limit: bool = True
 
     def run(self) -> tuple[list[Question], dict[str, dict]]:
-        """Number of questions, and a row for each of :data:`NAMES`.
+        """The questions, and a row for each server, of :data:`NAMES`.
 
         The last server is not asked, as it answers like the first.
         """
@@ -202,10 +204,12 @@ class Demo:
             "stock": few,
             "eviction": few + self.eviction,
             "few_bits": few + self.eviction + FEW_BITS,
-            "limit": server_args(self.model, self.dtype, most),
         }
+        if self.limit:
+            arguments["limit"] = server_args(self.model, self.dtype, most)
         with ExitStack() as stack:
-            print(f"Starting four vllm serve, half a minute (logs: {FOLDER}/*.log)", flush=True)
+            started = f"Starting {len(arguments)} vllm serve, a minute (logs: {FOLDER}/*.log)"
+            print(started, flush=True)
             servers = start(arguments, self.model, stack)
             seconds = first_request(servers["stock"], self.model)
             chosen = size_for(seconds)
@@ -230,11 +234,11 @@ class Demo:
             # One at a time: they share the machine.
             for label, server in servers.items():
                 bar.set_description(f"{NAMES[label]}: vllm bench serve")
-                end = bar.n + load.num_prompts * LOADED / len(NAMES)
+                end = bar.n + load.num_prompts * LOADED / len(servers)
 
                 # The client's trial request ends as well.
                 def finished(ended: int, end: float = end) -> None:
-                    bar.update(min(ended * LOADED / len(NAMES), end - bar.n))
+                    bar.update(min(ended * LOADED / len(servers), end - bar.n))
 
                 found = measure(server, self.model, load, finished)
                 bar.update(end - bar.n)
@@ -265,11 +269,17 @@ LINES = (
 DRAWN = "peak_running", "output_tokens_per_s", "right", "right_unknown", "ttft_ms_median"
 
 
+def shown_names(rows: dict[str, dict]) -> dict[str, str]:
+    """Labels and names of the servers that have rows."""
+    return {label: name for label, name in NAMES.items() if label in rows}
+
+
 def table(rows: dict[str, dict], lines: tuple[tuple[str, str, str], ...] = LINES) -> str:
     """The comparison as text, with the ratio of eviction to stock on the same memory."""
-    out = [f"{'':<24}" + "".join(f"{name:>20}" for name in NAMES.values()) + f"{RATIO:>14}"]
+    names = shown_names(rows)
+    out = [f"{'':<24}" + "".join(f"{name:>20}" for name in names.values()) + f"{RATIO:>14}"]
     for title, key, form in lines:
-        values = [rows[label].get(key) for label in NAMES]
+        values = [rows[label].get(key) for label in names]
         ratio = f"{values[1] / values[0]:.2f}x" if values[0] and values[1] is not None else "-"
         texts = ["-" if value is None else form.format(value) for value in values]
         cells = "".join(f"{text:>20}" for text in texts)
@@ -280,16 +290,16 @@ def table(rows: dict[str, dict], lines: tuple[tuple[str, str, str], ...] = LINES
 def draw(rows: dict[str, dict], path: Path) -> None:
     """Bars of what the table compares first."""
     figure, axes = plt.subplots(1, 5, figsize=(13, 3.2), layout="constrained")
-    shown = [line for line in LINES if line[1] in DRAWN]
+    shown, names = [line for line in LINES if line[1] in DRAWN], shown_names(rows)
     for place, (title, key, form) in zip(axes, shown, strict=True):
-        values = [rows[label].get(key) for label in NAMES]
+        values = [rows[label].get(key) for label in names]
         heights = [value or 0 for value in values]
-        colors = ["#9e9e9e", "#3182bd", "#31a354", "#d9d9d9"]
-        bars = place.bar(range(len(NAMES)), heights, color=colors)
+        colors = ["#9e9e9e", "#3182bd", "#31a354", "#d9d9d9"][: len(names)]
+        bars = place.bar(range(len(names)), heights, color=colors)
         texts = ["not asked" if value is None else form.format(value) for value in values]
         place.bar_label(bars, texts, fontsize=8)
         place.set_title(title, fontsize=9)
-        place.set_xticks(range(len(NAMES)), NAMES.values(), fontsize=7, rotation=20)
+        place.set_xticks(range(len(names)), names.values(), fontsize=7, rotation=20)
         for side in ("top", "right"):
             place.spines[side].set_visible(False)
     figure.savefig(path, dpi=120)
@@ -336,11 +346,13 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     dtype = options.dtype or fast_dtype()
-    if options.dtype is None and dtype == "float32":
+    slow = fast_dtype() == "float32"
+    if options.dtype is None and slow:
         print(f"This CPU has no bfloat16 instructions: {FASTER}")
     eviction = ["--kv-eviction", options.policy, "--kv-eviction-budget", options.budget]
     began = time.monotonic()
-    asked, rows = Demo(model, dtype, eviction, (options.questions, options.requests)).run()
+    size = options.questions, options.requests
+    asked, rows = Demo(model, dtype, eviction, size, limit=not slow).run()
     requests = int(rows["eviction"]["completed"])
     memory = f"{blocks(2) * block_bytes(model, dtype) / 2**20:.0f} MiB"
     shown = "\n".join(

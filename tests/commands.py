@@ -21,7 +21,7 @@ process group."""
 
 
 MOMENTS = {
-    "servers start": ("benchmarks/demo.py", "Starting four vllm serve"),
+    "servers start": ("benchmarks/demo.py", "vllm serve, a minute"),
     "questions": ("benchmarks/demo.py", ": asking over HTTP"),
     "load": ("benchmarks/demo.py", ": vllm bench serve"),
     "calibrate": ("vllm_kvevict/calibrate/learn.py", "probes"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.chat.measure import PREEMPTIONS
@@ -17,6 +18,10 @@ COLUMNS = (
     (PREEMPTIONS, (PREEMPTIONS,)),
 )
 """Head of a column, and the counters that are added up below it."""
+
+
+LATER = 3
+"""First of the turns that the table also shows together."""
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -44,9 +49,10 @@ def _turns(rows: Sequence[dict[str, Any]]) -> list[str]:
         row("---", "---:", *["---:"] * 7),
     ]  # fmt: skip
     stock = _stock(rows)
+    stocks = _with_later(stock["turns"]) if stock else []
     for one in rows:
-        for number, turn in enumerate(one["turns"]):
-            base = stock["turns"][number]["ttft_s_median"] if stock else None
+        for number, turn in enumerate(_with_later(one["turns"])):
+            base = stocks[number]["ttft_s_median"] if stock else None
             lines.append(
                 row(
                     one["title"], str(turn["turn"]), _right(turn), f"{turn['ttft_s_median']:.2f}",
@@ -56,6 +62,25 @@ def _turns(rows: Sequence[dict[str, Any]]) -> list[str]:
                 )
             )  # fmt: skip
     return lines
+
+
+def _with_later(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The turns, and all from the third on as one: the first two fill the KV cache."""
+    if len(turns) <= LATER:
+        return list(turns)
+    later = turns[LATER - 1 :]
+    right = [turn["right"] for turn in later if turn["right"] is not None]
+    sums = ("answers", "prompt_tokens", "new_tokens", "computed_tokens")
+    together = {name: sum(turn[name] for turn in later) for name in sums}
+    return [
+        *turns,
+        together
+        | {
+            "turn": f"{LATER} on",
+            "right": sum(right) if right else None,
+            "ttft_s_median": median(seconds for turn in later for seconds in turn["ttft_s"]),
+        },
+    ]
 
 
 def _servers(rows: Sequence[dict[str, Any]]) -> list[str]:

@@ -10,7 +10,7 @@ from tests.oracles.engine import engine
 from tests.oracles.masked import MaskedModel, check_tokens
 
 BLOCK, WINDOW, EVERY, ANSWER, QUESTION = 32, 32, 96, 50, 30
-SETTINGS = dict(policy="ada-snapkv", budget="25%", every=EVERY)
+SETTINGS = dict(policy="ada-snapkv", budget="25%,min=40", every=EVERY)
 OPTIONS = dict(max_num_batched_tokens=256, max_model_len=1024, enable_prefix_caching=True)
 
 CASES = {

@@ -11,7 +11,7 @@ from tests.nightly import nightly
 from tests.oracles.engine import engine
 from tests.oracles.masked import check_tokens
 
-EVERY = dict(policy="ada-snapkv", budget="25%", every=96)
+EVERY = dict(policy="ada-snapkv", budget="25%,min=40", every=96)
 CACHING = OPTIONS | dict(enable_prefix_caching=True)
 CASES = {
     "Gemma3Text": {},

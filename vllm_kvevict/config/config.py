@@ -43,6 +43,10 @@ from vllm_kvevict.rules.rule import MIN_INTERVAL_WINDOWS, EvictionRule
 
 PYRAMID_GROUPS = 4
 
+EVERY_MIN_TOKENS = 128
+"""Minimum of a share under ``--kv-eviction-every``. The first evictions of a conversation choose
+from few tokens: 25% of 64 has no room for a fact of 25 tokens, which a later eviction keeps."""
+
 
 class EvictionConfig(BaseModel):
     """All settings of KV eviction.
@@ -442,6 +446,12 @@ class EvictionConfig(BaseModel):
         """Format of the tokens of stores."""
         return {"auto": AS_CACHED, "int8": INT8, "int4": INT4}[self.store_dtype]
 
+    @property
+    def _min_tokens(self) -> int:
+        """Minimum tokens per KV head of a budget that is a share."""
+        least = min_budget_tokens(self.budget)
+        return EVERY_MIN_TOKENS if self.every and not least else least
+
     def rule(self, block_size: int) -> EvictionRule:
         """Return the eviction rule for blocks of ``block_size`` tokens if all layers have the same
         budget."""
@@ -452,7 +462,7 @@ class EvictionConfig(BaseModel):
             interval=self.interval,
             budget_tokens=self.budget_tokens,
             budget_share=self.budget_share,
-            min_tokens=min_budget_tokens(self.budget),
+            min_tokens=self._min_tokens,
             prefill_interval=self.prefill_interval,
             every=self.every,
             recent=None if recent == self.window else recent,

@@ -12,7 +12,9 @@ import pytest
 from benchmarks.chat.conversation import Answer, Conversation
 from benchmarks.chat.dialogue import Dialogue, Question, make, make_growing
 from benchmarks.chat.measure import missing, of_turn, phases
+from benchmarks.chat.report import markdown
 from benchmarks.chat.servers import ROWS, STOCK, Setting
+from benchmarks.provenance import provenance, used
 from benchmarks.quality.local_chat import LocalChat
 from vllm_kvevict.config.requests import KEYS, message_index
 
@@ -183,13 +185,29 @@ def test_a_row_that_did_not_evict_is_told() -> None:
     assert all(row.counters for name, row in ROWS.items() if name != STOCK)
 
 
-def row(name: str, ttfts: tuple[float, float], right: int, **counted: int) -> dict[str, Any]:
-    turns = [
-        dict(turn=turn, answers=16, right=None if turn == 1 else right, ttft_s_median=ttft,
-             prompt_tokens=24000, computed_tokens=1234, new_tokens=1000)
-        for turn, ttft in enumerate(ttfts, 1)
-    ]  # fmt: skip
-    return dict(
-        server=name, title=ROWS[name].title, turns=turns, seconds=10 * ttfts[1],
-        output_tokens_per_s=5.0, peak_running=3, counted=counted,
-    )  # fmt: skip
+def test_the_table_has_all_turns_from_the_third_on_as_one() -> None:
+    def one(name: str, *turns: tuple[int, int, list[float]]) -> dict[str, Any]:
+        made = [
+            dict(turn=number, answers=2, right=None if number == 1 else number % 3, ttft_s=seconds,
+                 ttft_s_median=sum(seconds) / 2, prompt_tokens=500, new_tokens=new,
+                 computed_tokens=computed)
+            for number, (new, computed, seconds) in enumerate(turns, 1)
+        ]  # fmt: skip
+        return dict(server=name, title=name, turns=made, seconds=9.0, output_tokens_per_s=5.0,
+                    peak_running=3, counted={})  # fmt: skip
+
+    first, second = (300, 300, [1.0, 3.0]), (100, 400, [9.0, 9.0])
+    rows = [
+        one(STOCK, first, second, (100, 500, [10.0, 20.0]), (100, 600, [20.0, 40.0])),
+        one("every", first, second, (100, 110, [1.0, 2.0]), (200, 220, [2.0, 9.0])),
+    ]
+    table = markdown(dict(options={}, load="2 chats", rows=rows, failed=[]) | provenance() | used())
+    later = [line.split(" | ") for line in table.splitlines() if "3 on" in line]
+    # Medians of 10, 20, 20, 40 and of 1, 2, 2, 9 seconds; right answers are 0 and 1.
+    assert later == [
+        [f"| {STOCK}", "3 on", "1 of 4", "20.00", "1.00x", "1,000", "200", "1,100", "5.50x |"],
+        ["| every", "3 on", "1 of 4", "2.00", "0.10x", "1,000", "300", "330", "1.10x |"],
+    ]
+    rows = [one(STOCK, first, second)]
+    table = markdown(dict(options={}, load="2 chats", rows=rows, failed=[]) | provenance() | used())
+    assert "3 on" not in table and "9.00" in table

@@ -96,7 +96,10 @@ def test_the_bar_is_full_when_everything_was_done(monkeypatch, tmp_path):
     monkeypatch.setattr(demo, "measure", measured)
     monkeypatch.setattr(demo, "answer", lambda *_, **__: "under the flower pot")
     monkeypatch.setattr(demo, "block_bytes", lambda *_: 1)
-    _, found = demo.Demo(tmp_path, "float32", ["--kv-eviction", "auto"], (None, 5)).run()
+    evicts = ["--kv-eviction", "auto"]
+    _, found = demo.Demo(tmp_path, "float32", evicts, (None, 5)).run()
+    _, fewer = demo.Demo(tmp_path, "float32", evicts, (None, 5), limit=False).run()
+    assert [*fewer, "limit"] == [*found]
     ((done, total),) = set(bars)
     assert done == pytest.approx(total) and total == demo.work(6, 5)
     assert [found[label].get("questions") for label in demo.NAMES] == [6, 6, 6, None]
@@ -144,6 +147,11 @@ def test_the_comparison(tmp_path):
     assert asked.split()[1:] == ["8", "8", "8", "-", "1.00x"]
     assert load.split()[1:4] == ["4", "4", "4"]
     assert table(rows(), FIRST).splitlines() == lines[:3], "what a newcomer needs comes first"
+    without = rows()
+    del without["limit"]
+    tokens = next(line for line in table(without).splitlines() if "output tokens/s" in line)
+    assert tokens.split()[-4:] == ["20.0", "30.0", "35.0", "1.50x"]
+    draw(without, tmp_path / "demo.png")
     draw(rows(), tmp_path / "demo.png")
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 

@@ -120,6 +120,10 @@ def test_evictions_inside_a_prompt_bound_what_it_holds() -> None:
 def test_evictions_at_fixed_positions_stand_alone() -> None:
     for budget in ("25%", 512):
         assert parse(every=500, budget=budget).rule(32).prefill_stride == 512, "whole blocks"
+    for budget, least in (("25%", 128), ("25%,min=40", 40), ("25%,min=200", 200)):
+        rule = parse(every=500, budget=budget).rule(32)
+        assert [rule.budget(n) for n in (64, 512, 4000)] == [least, max(least, 128), 1000]
+    assert parse(budget="25%").rule(32).budget(64) == 16
     for settings in ({"when": "pressure"}, {"prefill_interval": 512}, {"audit": "1%"}):
         message = complaint({"policy": "snapkv", "budget": 512, "every": 512} | settings)
         assert "--kv-eviction-every cannot be combined with --kv-eviction-" in message
