@@ -39,6 +39,29 @@ def say(core: Engine, former, more: int, max_tokens: int = 20, seed: int = 77, *
 
 
 @BOTH
+def test_a_prompt_is_admitted_by_what_it_holds_at_once(setup):
+    """A quarter of 400 tokens and what comes between two evictions are 17 blocks; the prompt has
+    50."""
+    core = conversations(setup, budget="25%", max_batched=64)
+    core.add(tokens(200), 60)
+    while not core.requests[0].num_output_tokens:
+        core.step()
+    core.hold(34)
+    second, ran = core.add(tokens(400, 1), 20), []
+    output = core.step()
+    assert second.request_id in output.num_scheduled_tokens
+    while not second.is_finished():
+        ran += [at for request, at in evictions(output).items() if request == second.request_id]
+        output = core.step()
+    core.settle()
+    assert second.num_output_tokens == 20 and not second.num_preemptions
+    assert ran == [point for point, _, _ in core.invariants.expected.chain(0, second)]
+    assert len(ran) == 12
+    core.release()
+    core.finish()
+
+
+@BOTH
 @pytest.mark.parametrize("chunk, prompt", covering([7, 30, 512], [40, 71, 72, 73, 168]))
 def test_evicts_at_the_same_positions_in_prompts_and_answers(setup, chunk, prompt):
     core = conversations(setup, max_batched=chunk)

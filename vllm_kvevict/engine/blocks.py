@@ -117,11 +117,16 @@ class EvictableAttentionManager(FullAttentionManager):
     def _at_once(self, state: RequestState, num_tokens: int) -> int:
         """Return the tokens that fill as many blocks as a prompt of ``num_tokens`` holds at
         once."""
-        progress = state.progress[self.kv_cache_group_id]
-        if not progress.rule.prefill_stride or progress.rule.budget_tokens is None:
+        group = self.kv_cache_group_id
+        progress = state.progress[group]
+        if state.positions is not None:
+            blocks = state.positions.sufficient_blocks(group, num_tokens)
+        elif progress.rule.prefill_stride:
+            blocks = progress.sufficient_blocks(num_tokens)
+        else:
             return num_tokens
         gone = progress.tail_start - progress.store_blocks * self.block_size
-        return gone + progress.sufficient_blocks(num_tokens) * self.block_size
+        return gone + blocks * self.block_size
 
     def _reused(self, state: RequestState) -> tuple[KVCacheBlock, ...]:
         """Return the blocks of a published store that the request will hold."""

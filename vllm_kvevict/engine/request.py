@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from vllm_kvevict.config.requests import RequestOptions
 from vllm_kvevict.policies.base import Requirements
+from vllm_kvevict.rules.positions import FixedPositions, fixed_positions
 from vllm_kvevict.rules.progress import EvictionProgress
 from vllm_kvevict.rules.rule import EvictionRule
 from vllm_kvevict.rules.step_plan import GroupEviction
@@ -178,12 +179,18 @@ class RequestState:
     """Contribution to the forecast, with the version for which it was computed."""
     _begun_with: int = -1
     request_id: str = field(init=False)
-    evicts_on_tokens: bool = field(init=False)
-    """True if the positions of evictions depend on tokens alone."""
+    positions: FixedPositions | None = field(init=False)
+    """The positions of evictions, if they depend on tokens alone; otherwise None."""
 
     def __post_init__(self) -> None:
         self.request_id = self.request.request_id
-        self.evicts_on_tokens = any(rule.every for rule in self.rules.values())
+        every = any(rule.every for rule in self.rules.values())
+        self.positions = fixed_positions(self.rules) if every else None
+
+    @property
+    def evicts_on_tokens(self) -> bool:
+        """True if the positions of evictions depend on tokens alone."""
+        return self.positions is not None
 
     @property
     def evicts(self) -> bool:

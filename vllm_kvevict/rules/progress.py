@@ -75,8 +75,8 @@ class EvictionProgress:
     def _schedule_point(self, n: int) -> None:
         """Schedule the eviction at the next position after ``n`` that depends on tokens alone."""
         rule, last = self.rule, LONGEST if self.max_length is None else self.max_length
-        self.next_eviction, share = None, rule.budget_share
-        if share is None or share < 1 or rule.may_keep_all:
+        self.next_eviction = None
+        if rule.may_free:
             # A budget that is a share may keep all tokens of a short text.
             point = rule.next_point(n)
             while point is not None and point + 1 < last and self.gain(point) < 1:
@@ -304,11 +304,9 @@ class EvictionProgress:
 
         """
         assert self.is_due(n), f"no eviction is due at {n} (due {self.next_eviction})"
-        self._floor = self.store_blocks = self.wanted(n)
-        old, self.tail_start = self.tail_start, self.rule.tail_start(n)
+        old = self.tail_start
+        self.keep(n)
         self.shares_context &= n == self.requested_point
-        if self.computed_valid is None:
-            self.computed_valid = n
         stride = self.rule.stride
         if self.rule.every:
             self._schedule_point(n)
@@ -326,6 +324,22 @@ class EvictionProgress:
                 self._first(max(n + stride, self.prefill_end), stride) if stride else None
             )
         return old, self.tail_start
+
+    def keep(self, n: int) -> None:
+        """Record what an eviction at ``n`` keeps, without scheduling the next one."""
+        self._floor = self.store_blocks = self.wanted(n)
+        self.tail_start = self.rule.tail_start(n)
+        if self.computed_valid is None:
+            self.computed_valid = n
+
+    def resume(
+        self, tail_start: int, store_blocks: int, first: int | None, due: int | None
+    ) -> None:
+        """Continue after evictions that depend on tokens alone, of which the first was at ``first``
+        and the next one is at ``due``."""
+        self.tail_start, self._floor = tail_start, store_blocks
+        self.store_blocks, self.computed_valid = store_blocks, first
+        self.next_eviction = due
 
     def _stop_inside(self, n: int) -> bool:
         """Schedule the next eviction after ``n`` inside prefill; return False if prefill evicts no

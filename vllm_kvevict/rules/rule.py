@@ -105,6 +105,11 @@ class EvictionRule:
         return self.budget_share is not None and self.page_tokens > self.block_size
 
     @property
+    def may_free(self) -> bool:
+        """False if the budget is all tokens, so that no eviction frees a block."""
+        return self.budget_share is None or self.budget_share < 1 or self.may_keep_all
+
+    @property
     def stride(self) -> int:
         """Decode steps between two evictions: the interval rounded up to whole blocks; 0 for never.
 

@@ -9,6 +9,7 @@ from tests.unit.rules.replay import sufficient_blocks
 from tests.unit.rules.test_rule import PROFILE
 from vllm_kvevict.rules.ceiling import max_blocks_ever
 from vllm_kvevict.rules.layers import by_layer
+from vllm_kvevict.rules.positions import FixedPositions
 from vllm_kvevict.rules.progress import EvictionProgress
 from vllm_kvevict.rules.rule import EvictionRule, blocks_for
 
@@ -101,3 +102,36 @@ def test_as_many_blocks_as_a_replay_of_every_eviction_needs(rule, prompt):
     request = EvictionProgress(rule, prompt, prompt + 20)
     for n in (prompt, prompt + 20, prompt + 300):
         assert request.sufficient_blocks(n) == sufficient_blocks(request, n)
+
+
+@PROFILE
+@given(
+    st.lists(rules(), min_size=1, max_size=2), st.lists(st.integers(1, 900), min_size=1, max_size=2)
+)
+def test_positions_are_those_of_a_replay_of_every_eviction(several, lengths):
+    """However the lengths are asked for, each is what one request after the other would do."""
+    positions, groups = FixedPositions(dict(enumerate(several))), range(len(several))
+    for n in lengths:
+        replays = [EvictionProgress(rule, n, n) for rule in several]
+        walks = [walk(request, n + 1) for request in replays]
+        found = [one for one in positions.up_to(n) if one.point <= n]
+        assert [one.point for one in found] == sorted({e for each in walks for e, _, _ in each})
+        for one in found:
+            so_far = [[(0, 0, 0)] + [e for e in each if e[0] <= one.point] for each in walks]
+            assert one.tails == tuple((g, so_far[g][-1][1]) for g in groups)
+            assert one.stores == tuple((g, so_far[g][-1][2]) for g in groups)
+            assert one.share == max(replay.share(one.point) for replay in replays)
+        for group, rule in enumerate(several):
+            need = sufficient_blocks(EvictionProgress(rule, n, n), n)
+            assert positions.sufficient_blocks(group, n) == need
+
+
+@PROFILE
+@given(rules(), st.integers(1, 900), st.integers(1, 500), st.integers(1, 400))
+def test_a_progress_after_a_position_is_one_that_evicted_there(rule, prompt, more, answer):
+    fresh, end = EvictionProgress(rule, prompt, prompt + more, max_length=1500), prompt + answer
+    start = EvictionProgress(rule, prompt, prompt, max_length=1500)
+    walk(fresh, end + 1)
+    after = FixedPositions({0: rule}).progress_after(0, end, start, prompt + more)
+    assert after == fresh
+    assert walk(after, 1500) == walk(fresh, 1500)
