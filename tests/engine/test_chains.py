@@ -24,6 +24,7 @@ from tests.engine.cases import (
 from tests.engine.harness import Engine, Setup
 from tests.engine.test_own_settings import walk
 from tests.nightly import covering, nightly
+from vllm_kvevict.rules.rule import EvictionRule
 
 POINTS = range(72, 2000, 32)
 
@@ -294,6 +295,48 @@ def test_answers_that_are_due_in_one_step_wait_for_their_turn(setup, count):
         core.add(tokens(90, seed), 60)
     assert set(walk(core)) == {72, 104, 136}
     assert counters(core).postponed == 0
+
+
+def store_sizes_asked(length: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often the arrival of each of three prompts computes the size of a store. The last one is
+    the next turn of the first."""
+    shares = dict(pyramid=4, shares=(1.9, 1.2, 0.5, 0.4))
+    core = conversations(SYNC, budget="25%", blocks=16000, longest=2000, **shares)
+    asked, count = [], EvictionRule.store_blocks
+    calls = 0
+
+    def counted(self: EvictionRule, n: int) -> int:
+        nonlocal calls
+        calls += 1
+        return count(self, n)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EvictionRule, "store_blocks", counted)
+        for turn in range(3):
+            calls = 0
+            if turn < 2:
+                core.add(tokens(length, 1000 * length + turn), 4 + turn)
+                asked.append(calls)
+            else:
+                say(core, core.requests[0], 40, 9)
+                asked.append(calls)
+                calls = 0
+                core.scheduler.schedule()
+                asked.append(calls)
+            if turn < 2:
+                core.finish()
+    assert counters(core).stores_reused == 1
+    return asked
+
+
+def test_an_arrival_does_not_compute_the_positions_of_others_again(monkeypatch):
+    """A user waits for a token while a long prompt arrives: 60 ms at 1,000 positions and 8 groups,
+    on the thread that schedules."""
+    first, *short = store_sizes_asked(300, monkeypatch)
+    longest, *long = store_sizes_asked(1500, monkeypatch)
+    assert longest > first > 0, "the first one does"
+    assert short[0] == long[0]
+    assert long[1] <= short[1] + 8 and long[2] <= short[2] + 8, f"{short}, {long}"
 
 
 def test_what_would_share_nothing_is_refused():

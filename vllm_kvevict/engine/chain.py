@@ -11,7 +11,8 @@ from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_kvevict.rules.progress import EvictionProgress
+from vllm_kvevict.rules.positions import FixedPositions
+from vllm_kvevict.rules.progress import LONGEST, EvictionProgress
 from vllm_kvevict.stores.key import ShareKey, link_key
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class Chain:
     """The stores that a request makes one after the other.
 
     Args:
+        positions: The positions of its evictions.
         progress: Progress of the request by KV-cache group, before the first eviction.
         hash_block_size: Number of tokens that one of vLLM's hashes covers.
         policy: The policy that chooses.
@@ -58,6 +60,7 @@ class Chain:
 
     def __init__(
         self,
+        positions: FixedPositions,
         progress: "Mapping[int, EvictionProgress]",
         hash_block_size: int,
         policy: str,
@@ -66,8 +69,11 @@ class Chain:
     ) -> None:
         self.keys: list[ShareKey] = []
         """Keys of the stores at the positions among the known tokens, in order."""
-        self._after: list[dict[int, EvictionProgress]] = []
-        self._ahead = {group: copy(one) for group, one in progress.items()}
+        self._positions = positions
+        self._start = {group: copy(one) for group, one in progress.items()}
+        lengths = {one.max_length for one in progress.values()}
+        # An eviction that could only run with the last step never runs.
+        self._last = min(LONGEST if length is None else length for length in lengths) - 2
         self._hash_block_size = hash_block_size
         self._policy = policy
         self._protect_first = protect_first
@@ -75,18 +81,15 @@ class Chain:
 
     def extend(self, request: "Request") -> None:
         """Add the keys of the positions that the tokens of a request have reached."""
-        while True:
-            dues = [t.next_eviction for t in self._ahead.values() if t.next_eviction is not None]
-            if not dues or (point := min(dues)) > request.num_tokens:
+        reached = min(request.num_tokens, self._last)
+        positions = self._positions.up_to(reached)
+        while len(self.keys) < len(positions):
+            position = positions[len(self.keys)]
+            if position.point > reached:
                 return
-            after = {group: copy(one) for group, one in self._ahead.items()}
-            for progress in after.values():
-                if progress.is_due(point):
-                    progress.evict(point)
             key = link_key(
                 request,
-                after,
-                point,
+                position,
                 self._hash_block_size,
                 self._policy,
                 self._protect_first,
@@ -96,8 +99,6 @@ class Chain:
             if key is None:
                 return
             self.keys.append(key)
-            self._after.append(after)
-            self._ahead = after
 
     def before(self, num_tokens: int) -> int:
         """Return the number of stores at positions before ``num_tokens``."""
@@ -105,4 +106,8 @@ class Chain:
 
     def progress_after(self, links: int, prefill_end: int) -> dict[int, EvictionProgress]:
         """Return the progress of a request that starts with a store and computes a prefill."""
-        return {g: one.replayed(prefill_end) for g, one in self._after[links - 1].items()}
+        point = self.keys[links - 1].point
+        return {
+            group: self._positions.progress_after(group, point, one, prefill_end)
+            for group, one in self._start.items()
+        }

@@ -245,19 +245,20 @@ class RequestState:
         """
         assert self.phase is Phase.WAITING
         self.replayed_from, self.replayed_until = sys.maxsize, 0
-        if self._begun_with != self.request.num_tokens or self.pending_store is not None:
-            self.progress = self.fresh_progress()
-            self._begun_with = self.request.num_tokens
-            self.refresh()
+        known = self._begun_with == self.request.num_tokens and self.pending_store is None
         self.pending_store = self.reused_store = reuse
         self.links, self.on_chain, self.last_store = 0, True, None
-        if reuse is not None:
-            if self.chain is not None:
-                self.links, self.last_store = self.chain.before(reuse.key.point) + 1, reuse
-                self.progress = self.chain.progress_after(self.links, self.request.num_tokens)
-            else:
-                reuse.advance(self.progress)
+        if reuse is not None and self.chain is not None:
+            self.links, self.last_store = self.chain.before(reuse.key.point) + 1, reuse
+            self.progress = self.chain.progress_after(self.links, self.request.num_tokens)
+        elif not known:
+            self.progress = self.fresh_progress()
+            self._begun_with = self.request.num_tokens
+        if reuse is not None and self.chain is None:
+            reuse.advance(self.progress)
+        if reuse is not None or not known:
             self.refresh()
+        if reuse is not None:
             self.compute_over(reuse)
 
     def share_context(self) -> None:

@@ -83,10 +83,11 @@ class PublishedStores:
         state.key_length = state.request.num_tokens
         if not self.enabled or not state.needs.shares_stores or not state.has_eviction_points:
             return
-        if state.evicts_on_tokens:
+        if state.positions is not None:
             if state.chain is None:
                 state.chain = Chain(
-                    state.fresh_progress(),
+                    state.positions,
+                    state.progress,
                     self._manager.block_pool.hash_block_size,
                     state.options.policy,
                     state.options.protect_first,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
+from vllm_kvevict.rules.positions import Position
 from vllm_kvevict.rules.progress import EvictionProgress
 
 if TYPE_CHECKING:
@@ -122,8 +123,7 @@ def share_key(
 
 def link_key(
     request: "Request",
-    progress: Mapping[int, EvictionProgress],
-    point: int,
+    position: Position,
     hash_block_size: int,
     policy: str,
     protect_first: int,
@@ -135,8 +135,7 @@ def link_key(
 
     Args:
         request: vLLM's request. Its full blocks are hashed.
-        progress: Its progress by KV-cache group, after the eviction at ``point``.
-        point: The position.
+        position: The position.
         hash_block_size: Number of tokens that one hash covers.
         policy: The policy that chooses.
         protect_first: First tokens that are always kept.
@@ -144,12 +143,11 @@ def link_key(
         parent: Digest of the key of the store before; empty for the first one.
 
     """
+    point, stores, tails = position.point, position.stores, position.tails
     tokens = _tokens_before(request, point, hash_block_size)
     if tokens is None:
         return None
-    stores = tuple((group, one.store_blocks) for group, one in sorted(progress.items()))
-    tails = tuple((group, one.tail_start) for group, one in sorted(progress.items()))
-    share = largest_share(progress, point) if reads_share else 0.0
+    share = position.share if reads_share else 0.0
     return ShareKey(*tokens, point, policy, protect_first, stores, share, True, parent, tails)
 
 
