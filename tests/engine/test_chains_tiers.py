@@ -178,6 +178,19 @@ def test_a_server_for_every_turn(setup, tmp_path):
         said = list(request.all_token_ids) + tokens(40, turn)
 
 
+def test_a_state_is_found_behind_a_long_message(tmp_path, monkeypatch):
+    """Nothing was written at the four positions of the message."""
+    monkeypatch.setattr(chain_searches, "NAMES_AT_ONCE", 2)
+    core = serve(tmp_path, SYNC)
+    former = core.add(tokens(150), 60)
+    run(core, former)
+    lose(core)
+    turn = say(core, former, 130, 4)
+    run(core, turn)
+    assert counters(core).stores_restored_file == 1
+    assert counters(core).tokens_reused >= 200
+
+
 @pytest.mark.parametrize("setup", [SYNC, ASYNC], ids=["sync", "async"])
 def test_what_was_made_over_a_state_that_cannot_be_loaded_is_lost_too(setup, tmp_path):
     core = serve(tmp_path, setup)

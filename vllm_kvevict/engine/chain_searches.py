@@ -11,10 +11,25 @@ from dataclasses import dataclass
 from time import monotonic
 
 from vllm_kvevict.engine.store_reads import READ_TIMEOUT_S, StoreReads
+from vllm_kvevict.stores.files import StoreFiles
 from vllm_kvevict.stores.key import ShareKey
 
-MAX_NAMES = 256
-"""Maximum number of stores in one search, the last ones of the conversation."""
+NAMES_AT_ONCE = 256
+"""Number of stores that a search looks for before it asks whether its time is over. It ends with
+the first ones that it finds, since the last store of a conversation continues all before it."""
+
+
+def _present(files: StoreFiles, keys: Sequence[ShareKey], ranks: int, until: float) -> set[str]:
+    """Return the first stores that have files, on the calling thread.
+
+    A long message may come after hundreds of positions at which nothing was written, so all stores
+    are looked for, as long as the request waits.
+    """
+    for first in range(0, len(keys), NAMES_AT_ONCE):
+        names = [key.name for key in keys[first : first + NAMES_AT_ONCE]]
+        if (present := files.present(names, ranks)) or monotonic() >= until:
+            return present
+    return set()
 
 
 @dataclass(eq=False)
@@ -24,7 +39,7 @@ class Search:
     Args:
         keys: The keys of the stores, the last one first.
         until: Time of :func:`time.monotonic` at which its result is no longer waited for, or used.
-        future: Names of the stores that have files.
+        future: Names of stores that have files, the last ones of the conversation.
         announced: True if its end was reported.
 
     """
@@ -54,8 +69,8 @@ class ChainSearches:
         self._changed: dict[ShareKey, None] = {}
 
     def found(self, request_id: str, keys: Sequence[ShareKey]) -> list[ShareKey] | None:
-        """Return those of a request's stores that have files, the last one first; None while they
-        are searched for.
+        """Return those of a request's stores that a search found, the last one first; None while
+        they are searched for.
 
         Args:
             request_id: The request.
@@ -69,10 +84,9 @@ class ChainSearches:
         if search is None or (search.future.done() and now >= search.until):
             if reads.all_hang():
                 return []
-            keys = keys[:MAX_NAMES]
-            names = [key.name for key in keys]
-            future = reads.threads.submit(reads.files.present, names, self._ranks)
-            search = self._searches[request_id] = Search(keys, now + READ_TIMEOUT_S, future)
+            until = now + READ_TIMEOUT_S
+            future = reads.threads.submit(_present, reads.files, keys, self._ranks, until)
+            search = self._searches[request_id] = Search(keys, until, future)
         if not search.over(now):
             return None
         if not search.future.done() or search.future.cancelled() or search.future.exception():
