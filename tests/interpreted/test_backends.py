@@ -12,6 +12,7 @@ from tests.ragged import Ragged, random_ragged
 from vllm_kvevict.attention import scratch, unpacked
 from vllm_kvevict.attention.gpu_backend import head_pages
 from vllm_kvevict.attention.triton import EvictingTritonImpl
+from vllm_kvevict.attention.warm_up import warm_up
 from vllm_kvevict.ops.token_format import INT4, INT8
 
 GROUP = 2
@@ -204,6 +205,32 @@ def test_stores_in_few_bits(kernel, counts, stored, monkeypatch):
     for layer in range(2):
         out = backend.forward(layer, query, batch.cache, metadata)
         close(out, expected_at(batch, layer, query, counts))
+
+
+@pytest.mark.parametrize("stored", [INT4, INT8], ids=["int4", "int8"])
+def test_the_warm_up_stays_within_its_buffers(stored, monkeypatch):
+    """A page of a store has more tokens than a block: it takes several blocks to fill it."""
+    batch = random_ragged(5, requests=2, layers=1, dim=64).packed(stored)
+    backend = Backend("flash", batch, GROUP, 2)
+    size, heads, real, seen = batch.block_size, batch.num_heads, unpacked.unpack_tokens, []
+
+    def unpack_tokens(rows, places, tails, stores, split, table, lengths, cache, packed, dense):
+        index = rows.long()
+        later = lengths - split[index].diff().flatten() * packed.page_tokens
+        ends = tails[index].repeat_interleave(heads) + later
+        assert later.tolist() == [2] * len(lengths)
+        assert int(lengths.max()) <= dense.shape[1] and int(ends.max()) <= table.shape[1] * size
+        seen.append(len(rows))
+        real(rows, places, tails, stores, split, table, lengths, cache, packed, dense)
+
+    monkeypatch.setattr(unpacked, "unpack_tokens", unpack_tokens)
+    one = torch.ones(())
+    layer = SimpleNamespace(
+        impl=backend.impl, kv_cache=batch.cache, layer_name="layer.0", query_quant=None,
+        _k_scale_float=1.0, _v_scale_float=1.0, _q_scale=one, _k_scale=one, _v_scale=one,
+    )  # fmt: skip
+    warm_up([layer], backend.builder.binding, backend.builder.buffers, batch.cache.dtype)
+    assert seen == [1, 2]
 
 
 def test_attention_sinks_through_vllms_triton_attention():

@@ -18,6 +18,7 @@ from vllm_kvevict.attention.gpu_buffers import GroupBuffers
 from vllm_kvevict.attention.gpu_step import EvictingMetadata
 from vllm_kvevict.attention.sequences import Recording
 from vllm_kvevict.ops.fp8 import FP8
+from vllm_kvevict.rules.rule import blocks_for
 
 _MULTIPLE = 16
 _NULL_BLOCK = 0
@@ -45,13 +46,20 @@ def warm_up(
     device = state.tail_start.device
     pages = torch.ones(len(state.layer_names), state.num_heads, dtype=torch.int64, device=device)
     store = torch.full((1,), _NULL_BLOCK, dtype=torch.int64, device=device)
+    start = _store_blocks(buffers) * state.rule.block_size
     for row in rows.tolist():
-        state.record(row, state.rule.block_size, store, pages)
+        state.record(row, start, store, pages)
     for requests in sorted(size for size in sizes if size <= num_rows):
         for step in _steps(rows[:requests], binding, buffers):
             for layer in layers:
                 _forward(layer, step, dtype)
     state.clear(rows.tolist())
+
+
+def _store_blocks(buffers: GroupBuffers) -> int:
+    """Return the positional blocks whose tokens fill a page of the store of each head."""
+    rule = buffers.state.rule
+    return blocks_for(rule.page_tokens, rule.block_size)
 
 
 def _steps(
@@ -90,19 +98,21 @@ def _steps(
 
 def _common(rows: torch.Tensor, count: int, buffers: GroupBuffers) -> CommonAttentionMetadata:
     """Return a batch with ``count`` query tokens per request, all after its store."""
-    requests, block_size = len(rows), buffers.state.rule.block_size
-    device = buffers.device
+    requests, blocks, device = len(rows), _store_blocks(buffers), buffers.device
+    length = blocks * buffers.state.rule.block_size + count
     starts = torch.arange(requests + 1, dtype=torch.int32) * count
     tokens = requests * count
     return CommonAttentionMetadata(
         query_start_loc=starts.to(device),
         query_start_loc_cpu=starts,
-        seq_lens=torch.full((requests,), block_size + count, dtype=torch.int32, device=device),
+        seq_lens=torch.full((requests,), length, dtype=torch.int32, device=device),
         num_reqs=requests,
         num_actual_tokens=tokens,
         max_query_len=count,
-        max_seq_len=block_size + count,
-        block_table_tensor=torch.full((requests, 2), _NULL_BLOCK, device=device, dtype=torch.int32),
+        max_seq_len=length,
+        block_table_tensor=torch.full(
+            (requests, blocks + 1), _NULL_BLOCK, device=device, dtype=torch.int32
+        ),
         slot_mapping=torch.zeros(tokens, dtype=torch.int64, device=device),
     )
 

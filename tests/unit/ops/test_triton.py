@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 
 
 # All take a minute.
-SOME = "sinks or smallest_slice or only_evicted or replayed_decode or centers"
+SOME = "sinks or smallest_slice or only_evicted or replayed_decode or centers or warm_up"
 
 
 @pytest.mark.parametrize("chosen", [SOME, nightly("")], ids=["some", "all"])
