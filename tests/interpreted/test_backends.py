@@ -197,14 +197,31 @@ def test_stores_in_few_bits(kernel, counts, stored, monkeypatch):
     evicted = batch.tail_start[batch.rows.long()] > 0
     assert evicted.any() and not evicted.all()
     monkeypatch.setattr(unpacked, "DENSE_BYTES", 1)
+    places = memory_of_unpacked_tokens(monkeypatch)
     backend = Backend(kernel, batch, GROUP, 4)
     backend.step.update(rows=batch.rows.long(), slots=None)
     metadata = backend.builder.build(0, common_of(batch, counts))
     assert metadata.decode is None or metadata.decode.slices is not None
     query = queries(sum(counts), batch)
     for layer in range(2):
+        places.clear()
         out = backend.forward(layer, query, batch.cache, metadata)
         close(out, expected_at(batch, layer, query, counts))
+        # Start-up counts the memory of one piece.
+        several = int((evicted & (torch.tensor(counts) > 1)).sum())
+        assert len(places) == several and len(set(places)) == min(1, several)
+
+
+def memory_of_unpacked_tokens(monkeypatch) -> list[int]:
+    """Addresses to which requests are unpacked, as steps run."""
+    real, places = unpacked.unpack_tokens, list[int]()
+
+    def unpack_tokens(*arguments):
+        places.append(arguments[-1].data_ptr())
+        real(*arguments)
+
+    monkeypatch.setattr(unpacked, "unpack_tokens", unpack_tokens)
+    return places
 
 
 @pytest.mark.parametrize("stored", [INT4, INT8], ids=["int4", "int8"])

@@ -18,7 +18,9 @@ from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.ops.triton.slices import Slices, head_lengths, plan_slices
 from vllm_kvevict.rules.rule import blocks_for
 
-_LINE = 16
+LINE = 16
+"""Elements to whose multiples addresses and strides are aligned: vLLM's Triton attention is
+compiled again for others."""
 
 
 class GroupBuffers:
@@ -154,11 +156,10 @@ class GroupBuffers:
         token = within + starts.repeat_interleave(heads).repeat_interleave(per_sequence)
         head = torch.arange(heads).repeat(len(rows)).repeat_interleave(per_sequence)
         query_start_loc = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
-        # query_start_loc is uploaded first, and rows of lengths are padded, to align addresses to
-        # 16 elements: vLLM's Triton attention is compiled again for other addresses.
+        # query_start_loc is uploaded first, and rows of lengths are padded, to align addresses.
         starts_on_device, *on_device = self._upload(query_start_loc, rows, places)
         sequences = len(rows) * heads
-        padded = blocks_for(sequences, _LINE) * _LINE
+        padded = blocks_for(sequences, LINE) * LINE
         lengths = torch.empty(layers, padded, dtype=torch.int32, device=self.device)
         lengths = lengths[:, :sequences]
         head_lengths(

@@ -17,9 +17,12 @@ from vllm.v1.attention.backends import flash_attn, triton_attn
 from vllm.v1.kv_cache_interface import get_kv_quant_mode
 
 from tests.interpreted.fakes import WINDOW, Backend, common_of
+from tests.nightly import nightly
 from tests.ragged import Ragged, random_ragged
+from vllm_kvevict.attention import unpacked
 from vllm_kvevict.attention.triton import EvictingTritonImpl
 from vllm_kvevict.attention.warm_up import warm_up
+from vllm_kvevict.ops.token_format import AS_CACHED, INT4, TokenFormat
 from vllm_kvevict.ops.triton.residency import Residency
 
 GROUP = 4
@@ -54,9 +57,16 @@ def vllm_kernel(monkeypatch):
     return module.unified_attention
 
 
-def warm(kernel: str, heads: int, size: int, sinks: torch.Tensor | None = None):
+def warm(
+    kernel: str,
+    heads: int,
+    size: int,
+    sinks: torch.Tensor | None = None,
+    stored: TokenFormat = AS_CACHED,
+):
     """A backend of ``size`` requests, warmed up."""
     batch = random_ragged(0, heads=heads, requests=size, layers=2)
+    batch.stored = stored
     backend = Backend(kernel, batch, GROUP, size, sinks=sinks)
     # Some steps have fewer sequences than programs, and some have more.
     backend.builder.buffers.scratch.resident = Residency(8, 3, 5)
@@ -114,6 +124,27 @@ def test_nothing_compiles_after_the_warm_up(kernel, heads, sinks, launched):
         "flash": {"_attend_kernel", "_plan_kernel", "_page_table_kernel", "_observe_kernel"},
         "triton": {"_attend_kernel", "_plan_kernel", "kernel_unified_attention"},
     }[kernel]
+    for seed in range(24):
+        serve(backend, batch, seed + 1, size)
+        assert launched <= known, f"step {seed}: {launched - known}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernel", "heads", "sinks"),
+    [("flash", 2, False), ("triton", 1, True), nightly("triton", 8, False)],
+)
+@pytest.mark.parametrize("at_once", [1, 2**19])
+def test_nothing_compiles_over_stores_in_few_bits(
+    kernel, heads, sinks, at_once, launched, monkeypatch
+):
+    """Nor does it depend on which requests are unpacked together."""
+    size = 20
+    learned = torch.zeros(heads * GROUP) if sinks else None
+    monkeypatch.setattr(unpacked, "DENSE_BYTES", at_once)
+    backend, batch = warm(kernel, heads, size, learned, INT4)
+    known = set(launched)
+    assert "_unpack_kernel" in {name for name, _ in known}
     for seed in range(24):
         serve(backend, batch, seed + 1, size)
         assert launched <= known, f"step {seed}: {launched - known}"

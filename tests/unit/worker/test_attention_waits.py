@@ -15,6 +15,7 @@ from tests.pretend_gpu import pretended
 from tests.pretend_launches import stub_launches
 from tests.ragged import random_ragged
 from vllm_kvevict.attention.triton import EvictingTritonImpl, EvictingTritonMetadataBuilder
+from vllm_kvevict.ops.token_format import INT4
 
 GROUP, SCALES = 2, (0.5, 0.25, 4.0)
 STEPS = {
@@ -58,7 +59,7 @@ MADE = {
 CASES = [
     pytest.param(*case)
     for case in (
-        *product(["flash", "our kernel", "triton"], ["", "sinks", "fp8"]),
+        *product(["flash", "our kernel", "triton"], ["", "sinks", "fp8", "int4"]),
         *product(["xformers"], ["gathered", "paged"]),
     )
 ]
@@ -93,6 +94,8 @@ def test_launches_take_no_tensor_of_the_host(launched, monkeypatch):
 )
 def test_a_step_waits_for_nothing(kernel, counts, options, share, launched, monkeypatch):
     host = random_ragged(3, requests=6, longest_tail=60, evicted_share=share)
+    if options == "int4":
+        host.stored = INT4
     evicted, single = host.tail_start[host.rows.long()] > 0, torch.tensor(counts) == 1
     made, kind = MADE[kernel]
     with pretended(monkeypatch) as watch:
