@@ -16,6 +16,7 @@ from vllm_kvevict.ops.triton.observe import observe_tokens
 from vllm_kvevict.ops.triton.packed import PackedStores
 from vllm_kvevict.ops.triton.page_table import write_page_table
 from vllm_kvevict.ops.triton.slices import WORDS, Slices, head_lengths, plan_slices
+from vllm_kvevict.ops.triton.unpack import unpack_tokens
 
 # float32 sums in another order; float16 and bfloat16 round the weights of the values to 11 and
 # 8 bits, and the result once more.
@@ -148,6 +149,36 @@ def check_decode(
                 entry = (count - 1 - place) * window + (length - 1) % window
                 expected_rings[entry] = query[tokens[place]].to(dtype)
         torch.testing.assert_close(rings, expected_rings, rtol=0, atol=0, equal_nan=True)
+
+
+def check_unpack(device: str, dtype: torch.dtype, stored: PackedFormat, **options: float) -> None:
+    """Each sequence lies in order, with zeros behind it to the end of its last page."""
+    host = random_ragged(dtype=dtype, **options).packed(stored)
+    batch = host.to(device)
+    count, heads, size = len(batch.rows), batch.num_heads, batch.block_size
+    places = torch.arange(count, dtype=torch.int32, device=device)
+    packed = PackedStores.of(stored, batch.cache.shape[3] // 2, size, torch.device(device))
+    lengths = lengths_of(batch, batch.page_tokens)[:, : count * heads]
+    longest = -(-int(lengths.max()) // size) * size + size
+    for layer in range(batch.num_layers):
+        shape = (count * heads, longest, batch.cache.shape[3])
+        dense = torch.full(shape, float("nan"), dtype=dtype, device=device)
+        unpack_tokens(
+            batch.rows, places, batch.tail_start, batch.stores, batch.head_indptr[layer],
+            batch.block_table, lengths[layer].contiguous(), batch.cache, packed, dense,
+        )  # fmt: skip
+        for sequence, found in enumerate(dense.cpu()):
+            request, head = divmod(sequence, heads)
+            length = host.length(layer, request, head)
+            whole = -(-length // size) * size
+            if length:
+                expected = torch.cat(host.tokens(layer, request, head), -1)
+                tolerance = TOLERANCE[dtype]
+                torch.testing.assert_close(
+                    found[:length].double(), expected, atol=tolerance, rtol=tolerance
+                )
+            assert not found[length:whole].any()
+            assert bool(found[whole:].isnan().all())
 
 
 def check_lengths_and_slices(

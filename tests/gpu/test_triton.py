@@ -9,6 +9,7 @@ from tests.triton_cases import (
     check_lengths_and_slices,
     check_observe,
     check_page_table,
+    check_unpack,
 )
 from vllm_kvevict.ops.token_format import INT4, INT8
 
@@ -41,6 +42,14 @@ def test_decode_over_an_fp8_cache(dtype, dim):
 def test_decode_over_stores_in_few_bits(dtype, stored, dim):
     options = dict(requests=5, padding=2, longest_tail=300, store_blocks=8, stored=stored)
     check_decode("cuda", dtype, seed=dim, dim=dim, programs=7, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("stored", [INT4, INT8], ids=["int4", "int8"])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+def test_unpacked_tokens_of_few_bits(dtype, stored, dim):
+    options = dict(requests=5, padding=2, longest_tail=300, store_blocks=8)
+    check_unpack("cuda", dtype, stored, seed=dim, dim=dim, **options)
 
 
 @pytest.mark.parametrize("block_size", [32, 64, 128])

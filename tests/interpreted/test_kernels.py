@@ -12,6 +12,7 @@ from tests.triton_cases import (
     check_observe,
     check_page_table,
     check_recording_page_table,
+    check_unpack,
 )
 from vllm_kvevict.ops.token_format import INT4, INT8, PackedFormat
 from vllm_kvevict.ops.triton import page_table, slices
@@ -56,6 +57,17 @@ def test_decode_over_pages_of_several_tiles(block_size):
 def test_decode_over_stores_in_few_bits_in_16_bits():
     options = dict(stored=INT4, dim=64, softcap=5.0, sinks=True, store_blocks=2, requests=2)
     check_decode("cpu", torch.float16, seed=3, layers=1, **options)
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype", "block_size"),
+    [(INT4, torch.float32, 16), (INT8, torch.float16, 32)],
+    ids=["int4", "int8"],
+)
+def test_unpacked_tokens(stored, dtype, block_size):
+    # Of requests with a store and without, and of a batch that is padded.
+    options = dict(block_size=block_size, dim=64, store_blocks=2, layers=1, padding=1)
+    check_unpack("cpu", dtype, stored, seed=3, requests=4, longest_tail=150, **options)
 
 
 @pytest.mark.parametrize("programs", [1, 5, 20])

@@ -137,17 +137,19 @@ def _unpack_kernel(
             tl.store(at, (keys * factor).to(TYPE), mask=mask)
             tl.store(at + DIM, (values * factor).to(TYPE), mask=mask)
     later = length - stored
+    # Attention reads whole pages, and a weight of 0 times what is no number is no number.
+    whole = (length + PAGE - 1) // PAGE * PAGE - stored
     own_table = block_table + place * block_row + tail // PAGE
-    for base in range(tl.program_id(1) * TILE, later, tl.num_programs(1) * TILE):
+    for base in range(tl.program_id(1) * TILE, whole, tl.num_programs(1) * TILE):
         token = base + tl.arange(0, TILE)
         used = token < later
         block = tl.load(own_table + token // PAGE, mask=used, other=0)
         slot = (block.to(tl.int64) * HEADS + head) * PAGE + token % PAGE
         source = cache + slot[:, None] * (2 * DIM) + dim[None, :]
         at = target + (stored + token)[:, None] * (2 * DIM) + dim[None, :]
-        mask = used[:, None] & in_head
-        tl.store(at, tl.load(source, mask=mask, other=0.0), mask=mask)
-        tl.store(at + DIM, tl.load(source + DIM, mask=mask, other=0.0), mask=mask)
+        mask, written = used[:, None] & in_head, (token < whole)[:, None] & in_head
+        tl.store(at, tl.load(source, mask=mask, other=0.0), mask=written)
+        tl.store(at + DIM, tl.load(source + DIM, mask=mask, other=0.0), mask=written)
 
 
 def unpack_tokens(
@@ -174,7 +176,8 @@ def unpack_tokens(
         lengths: [R * H] int32 of this layer, at most N each.
         cache: [num_blocks, H, block_size, 2 * D] contiguous.
         packed: The stores.
-        dense: [R * H, N, 2 * D] in the cache's type, contiguous, written up to each length.
+        dense: [R * H, N, 2 * D] in the cache's type, contiguous, written up to the end of the last
+            page of each length, with zeros behind the tokens.
 
     """
     heads, page, dim = cache.shape[1], cache.shape[2], cache.shape[3] // 2
