@@ -39,6 +39,11 @@ def build_races(sanitizers: str) -> Path:
     return _cached(f"races-{sanitizers.replace(',', '-')}", _compile_races, sanitizers)
 
 
+def check_races() -> None:
+    """Assert that ``races.cpp`` compiles, without making code."""
+    _compile_races(Path(os.devnull), "thread", "-fsyntax-only")
+
+
 @cache
 def sanitizers_run(sanitizers: str) -> str:
     """Why nothing built with these sanitizers runs here, empty if it does."""
@@ -87,9 +92,9 @@ def _compile(target: Path) -> None:
     _run([*FLAGS, "-shared", "-fPIC", *torch_options, str(HERE / "unity.cpp"), *link], target)
 
 
-def _compile_races(target: Path, sanitizers: str) -> None:
+def _compile_races(target: Path, sanitizers: str, *more: str) -> None:
     # What TSan says of fences is about those of the standard library.
-    options = [f"-fsanitize={sanitizers}", "-g", "-Wno-tsan", "-fno-sanitize-recover=all"]
+    options = [f"-fsanitize={sanitizers}", "-g", "-Wno-tsan", "-fno-sanitize-recover=all", *more]
     _run([*FLAGS, *options, "-I", str(ROOT / "csrc"), str(HERE / "races.cpp")], target)
 
 

@@ -74,11 +74,11 @@ struct RowsOf {
 };
 
 // Pages per head from scores, then the columns of the best.
-void choose(const std::vector<float>& scores, const RowsOf& rows, int heads, int block_size,
+void choose(const std::vector<float>& scores, const RowsOf& rows, int heads, int page_tokens,
             std::vector<int32_t>* pages, std::vector<int32_t>* columns) {
   const int count = static_cast<int>(rows.start.size());
   std::vector<uint32_t> keys(scores.size()), other(scores.size());
-  std::vector<uint64_t> gains(scores.size() / block_size);
+  std::vector<uint64_t> gains(scores.size() / page_tokens);
   launch_sort({keys.data(), other.data(), scores.data(), rows.start.data(), rows.length.data(),
                static_cast<int64_t>(scores.size()), count}, nullptr);
   pages->resize(count);
@@ -93,7 +93,7 @@ void choose(const std::vector<float>& scores, const RowsOf& rows, int heads, int
   work.num_groups = count / heads;
   work.num_heads = heads;
   work.num_layers = 1;
-  work.block_size = block_size;
+  work.page_tokens = page_tokens;
   // By fixed shares, some of which are equal.
   std::vector<double> shares(heads, 0.75);
   shares[0] = 1 + (heads - 1) * 0.25;
@@ -106,7 +106,7 @@ void choose(const std::vector<float>& scores, const RowsOf& rows, int heads, int
   launch_allocate(work, nullptr);
   launch_select({columns->data(), scores.data(), rows.start.data(), rows.length.data(), pages->data(),
                  rows.first_kept.data(), static_cast<int64_t>(scores.size()),
-                 static_cast<int64_t>(columns->size()), count / heads, heads, block_size}, nullptr);
+                 static_cast<int64_t>(columns->size()), count / heads, heads, page_tokens}, nullptr);
   add(keys);
   add(*pages);
   add(*columns);
@@ -133,13 +133,34 @@ void choose_scene() {
   choose(scores, rows, heads, 16, &pages, &columns);
 }
 
+// Stores in few bits, with any signs.
+Packed random_format(int page_tokens, int head_size, int bits) {
+  Packed format = packed_format(page_tokens, head_size, bits, bits);
+  for (uint32_t& word : format.signs) word = generator();
+  return format;
+}
+
+// Gives the stored tokens of a block scales that are numbers, for levels of which every byte is one.
+void set_scales(const Packed& format, int heads, int64_t page_bytes, unsigned char* block) {
+  const uint16_t scale = half_bits(format.key_bits > 4 ? 0.01f : 0.1f);
+  for (int head = 0; head < heads; ++head, block += page_bytes) {
+    uint16_t* scales = reinterpret_cast<uint16_t*>(block + format.scale_plane);
+    std::fill(scales, scales + (format.used_bytes - format.scale_plane) / 2, scale);
+  }
+}
+
 // A request after its prefill and one that was evicted before, two layers, from queries to stores.
+// With `bits`, stores are packed.
 template <typename T, int D, typename Slot>
-void eviction_scene(Stored stored, Element element, int heads, int group, int tail_pages, float softcap, bool average) {
+void eviction_scene(Stored stored, Element element, int heads, int group, int tail_pages, float softcap, bool average,
+                    int bits = 0) {
   const int layers = 2, window = 8, bs = 16, old_blocks = 2, store = 2, rows_of_state = 3;
   const int tokens = tail_pages * bs + window + 3;  // behind the old tail start
   const int blocks_each = tail_pages + 2, num_blocks = 2 * (blocks_each + store) + old_blocks;
   const int slot = 2 * D, state_columns = heads + 1;
+  // As many as ops/token_format.py says.
+  const int pt = bits == 4 ? bs * 60 / 16 : bits == 8 ? bs * 30 / 16 : bs;
+  const Packed packed = bits > 0 ? random_format(pt, D, bits) : Packed{};
   std::vector<std::vector<Slot>> caches;
   std::vector<std::vector<T>> rings;
   for (int layer = 0; layer < layers; ++layer) {
@@ -157,7 +178,14 @@ void eviction_scene(Stored stored, Element element, int heads, int group, int ta
     for (int head = 0; head < heads; ++head) split[head + 1] = split[head] + 1;
     split[heads] = old_blocks * heads;
   }
-  const int64_t first_tokens = tokens, later = 4 * bs;
+  for (auto& cache : caches) {
+    const int64_t page_bytes = bs * slot * sizeof(Slot);
+    unsigned char* pages = reinterpret_cast<unsigned char*>(cache.data());
+    for (int i = 0; bits > 0 && i < old_blocks; ++i) {
+      set_scales(packed, heads, page_bytes, pages + old_store[old_blocks + i] * heads * page_bytes);
+    }
+  }
+  const int64_t first_tokens = tokens, later = 8 * bs;
   std::vector<Request> due{
       {2, 0, first_tokens, 0, tail_pages * bs, 0, store, 0, 0, 0, 0},
       {1, 1, later + tokens, later, later + tail_pages * bs, old_blocks, store, 2, 0, 0, 0}};
@@ -169,13 +197,13 @@ void eviction_scene(Stored stored, Element element, int heads, int group, int ta
     one.first_kept = kept;
     const int64_t rest = one.num_tokens - window - one.tail_start;
     for (int layer = 0; layer < layers; ++layer) {
-      kept += store * heads * bs;
+      kept += store * heads * pt;
       for (int head = 0; head < heads; ++head) {
         const int32_t* split = &indptr[(layer * rows_of_state + one.row) * state_columns + head];
-        const int pages = (one.old_store_blocks ? split[1] - split[0] : 0) + tail_pages;
-        columns += pages * bs;
-        sums += pages * bs + rest;
-        most = std::max<int64_t>(most, pages * bs + rest + window);
+        const int held = (one.old_store_blocks ? split[1] - split[0] : 0) * pt + tail_pages * bs;
+        columns += held;
+        sums += held + rest;
+        most = std::max<int64_t>(most, held + rest + window);
       }
     }
   }
@@ -188,8 +216,9 @@ void eviction_scene(Stored stored, Element element, int heads, int group, int ta
     work.scales[layer] = 1 / std::sqrt(static_cast<float>(D));
   }
   work.candidates = {due.data(), indptr.data(), old_store.data(), positional.data(), old_blocks,
-                     rows_of_state, heads, blocks_each, bs, 4, bs, inverse_of(bs)};
+                     rows_of_state, heads, blocks_each, bs, 4, pt, inverse_of(pt)};
   work.stored = stored;
+  work.packed = packed;
   work.softcap = softcap;
   work.num_layers = layers;
   work.group = group;
@@ -240,7 +269,7 @@ void eviction_scene(Stored stored, Element element, int heads, int group, int ta
   work.chunks = static_cast<int>((most + kPeakChunk - 1) / kPeakChunk);
   score<T, D>(work, Pass::kPeaks, due_heads);
   const int channels = average ? 1 : 2, stride = 2;
-  std::vector<std::vector<float>> beside(layers, std::vector<float>(num_blocks * heads * bs * stride, 0.5f));
+  std::vector<std::vector<float>> beside(layers, std::vector<float>(num_blocks * heads * pt * stride, 0.5f));
   std::vector<float> shares(columns);
   Defend defending{};
   Keep keeping{};
@@ -329,7 +358,7 @@ void eviction_scene(Stored stored, Element element, int heads, int group, int ta
   launch_rows({rows.start.data(), rows.length.data(), rows.caps.data(), rows.first_kept.data(),
                rows.store_blocks.data(), work.candidates, due_heads, layers}, nullptr);
   std::vector<int32_t> pages, survivors(kept);
-  choose(scores, rows, heads, bs, &pages, &survivors);
+  choose(scores, rows, heads, pt, &pages, &survivors);
   Compact moving{};
   for (int layer = 0; layer < layers; ++layer) {
     moving.caches.at[layer] = reinterpret_cast<unsigned char*>(caches[layer].data());
@@ -340,7 +369,12 @@ void eviction_scene(Stored stored, Element element, int heads, int group, int ta
   moving.store = target.data();
   moving.num_pages = static_cast<int64_t>(num_blocks) * heads;
   moving.slot_bytes = work.slot_bytes;
-  moving.page_bytes = bs * work.slot_bytes;
+  moving.page_bytes = bits > 0 ? packed.used_bytes : bs * work.slot_bytes;
+  moving.packed = packed;
+  std::fill_n(moving.key_scales, layers, 1.0f);
+  std::fill_n(moving.value_scales, layers, 1.0f);
+  moving.element = element;
+  moving.head_size = D;
   moving.num_layers = layers;
   moving.store_width = store;
   moving.pass_layers = layers;
@@ -378,6 +412,13 @@ void run(const std::string& scene) {
   }
   if (scene == "chunks") {
     return eviction_scene<Half, 80, Half>(Stored::kAsQueries, Element::kHalf, 1, 1, 66, 0, false);
+  }
+  // Packed stores, of which one is written directly and one through a staging buffer.
+  if (scene == "4 bits") {
+    return eviction_scene<BFloat16, 128, BFloat16>(Stored::kAsQueries, Element::kBFloat16, 1, 9, 9, 0, false, 4);
+  }
+  if (scene == "8 bits") {
+    return eviction_scene<Half, 80, Half>(Stored::kAsQueries, Element::kHalf, 1, 2, 5, 3, true, 8);
   }
   throw std::runtime_error("no scene " + scene);
 }

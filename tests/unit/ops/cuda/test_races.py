@@ -13,7 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.emulation.build import ASAN_OPTIONS, build_races, compiler, sanitizers_run
+from tests.emulation.build import (
+    ASAN_OPTIONS,
+    build_races,
+    check_races,
+    compiler,
+    sanitizers_run,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -23,8 +29,8 @@ pytestmark = [
 ]
 
 EVICTION = "bfloat16"
-OTHERS = ["choose", "fp8", "float32", "chunks"]
-SCENES = [EVICTION, *(pytest.param(scene, marks=pytest.mark.nightly) for scene in OTHERS)]
+OTHERS = ["choose", "fp8", "float32", "chunks", "4 bits", "8 bits"]
+SCENES = [EVICTION, *OTHERS]
 OPTIONS = {"TSAN_OPTIONS": "halt_on_error=1", "ASAN_OPTIONS": ASAN_OPTIONS}
 
 
@@ -41,6 +47,11 @@ def undisturbed(scene: str) -> list[str]:
     done = run(build_races("thread"), scene, 0)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
+
+
+def test_the_scenes_compile():
+    """They name members of the kernels' structures, and run at night only."""
+    check_races()
 
 
 @pytest.mark.nightly
