@@ -226,9 +226,19 @@ def load_scales(page, token, used, index: tl.constexpr, GROUPS: tl.constexpr):
 @triton.jit
 def load_rotation(
     rotation, group, odd, TYPE: tl.constexpr, SPREAD: tl.constexpr, DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
+    DIM_PAD: tl.constexpr, CACHE: tl.constexpr = "",
 ):  # fmt: skip
     """Return the rows of the rotation of even or odd dimensions of a group.
+
+    Args:
+        rotation: See :class:`PackedStores`.
+        group: The group.
+        odd: 1 for odd dimensions, 0 for even ones.
+        TYPE: Type of the result.
+        SPREAD: Dimensions of a tile of a group.
+        DIM: Dimensions of a head.
+        DIM_PAD: Columns of the result.
+        CACHE: Cache modifier of the load.
 
     Returns:
         [SPREAD // 2, DIM_PAD] of a type; 0 outside of [DIM, DIM].
@@ -236,5 +246,6 @@ def load_rotation(
     """
     row = (group * SPREAD + 2 * tl.arange(0, SPREAD // 2) + odd)[:, None]
     column = tl.arange(0, DIM_PAD)[None, :]
-    found = tl.load(rotation + row * DIM + column, mask=(row < DIM) & (column < DIM), other=0)
+    inside = (row < DIM) & (column < DIM)
+    found = tl.load(rotation + row * DIM + column, mask=inside, other=0, cache_modifier=CACHE)
     return found.to(tl.float32).to(TYPE)

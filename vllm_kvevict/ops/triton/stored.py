@@ -76,7 +76,9 @@ def _rotate_sums_back(
     whole = tl.where(weight > 0, weight, 1.0)[:, None]
     back = tl.zeros([weight.shape[0], DIM_PAD], tl.float32)
     for part in tl.static_range(2 * GROUPS):
-        matrix = load_rotation(rotation, part // 2, part % 2, TYPE, SPREAD, DIM, DIM_PAD)
+        # The default of the cache, by name: the compiler merges equal loads, and what the query was
+        # rotated by would be held in registers over the loop, more than there are.
+        matrix = load_rotation(rotation, part // 2, part % 2, TYPE, SPREAD, DIM, DIM_PAD, ".ca")
         mean = sums[part] * (unit_of_sums / whole)
         if tl.float32 == TYPE:
             back = tl.dot(mean, matrix, back, input_precision="ieee")
