@@ -18,6 +18,7 @@ from vllm_kvevict.cache.rings import ObservationRings
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.cache.token_stats import TokenStats
 from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.ops.token_format import AS_CACHED, TokenFormat
 from vllm_kvevict.ops.torch.probe import Network
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.policies.requirements import floats_per_token
@@ -39,11 +40,13 @@ def worker(
     group: int = 4,
     size: int = 128,
     dtype: torch.dtype = torch.bfloat16,
+    stored: TokenFormat = AS_CACHED,
 ) -> tuple[WorkerEviction, Eviction]:
     """A worker, and the eviction of a prompt to an eighth of its tokens."""
     names = [f"layer.{index}" for index in range(layers)]
     config = EvictionConfig(policy=policy, window=WINDOW, budget="12.5%")
-    rule = EvictionRule(BLOCK, WINDOW, 128, budget_share=0.125)
+    tokens = stored.page_tokens(BLOCK)
+    rule = EvictionRule(BLOCK, WINDOW, 128, budget_share=0.125, page_tokens=tokens)
     state = GroupState(0, names, rule, heads, 4, num_tokens, META)
     layout = interleaved(BLOCK, size)
     assert layout._views and layout.slot_size == 2 * size  # read on the host, once
@@ -53,7 +56,9 @@ def worker(
 
     pool = num_tokens // BLOCK * heads
     caches = {
-        name: LayerCache(empty(pool, 2 * BLOCK * size).to(dtype), layout, size**-0.5, 0.0)
+        name: LayerCache(
+            empty(pool, 2 * BLOCK * size).to(dtype), layout, size**-0.5, 0.0, token_format=stored
+        )
         for name in names
     }
     rings = ObservationRings(names, 2, WINDOW, heads * group, size, dtype, META)
@@ -62,7 +67,7 @@ def worker(
     if channels := floats_per_token(config):
         stats = TokenStats(caches, dict.fromkeys(names, heads), channels)
         # Tensors of the meta device have no addresses by which layers could be told apart.
-        stats._layers = {name: empty(pool, BLOCK, channels) for name in names}
+        stats._layers = {name: empty(pool, tokens, channels) for name in names}
     probes = None
     if "probe" in policy:
         network = Network(

@@ -22,6 +22,7 @@ from tests.pretend_operations import Hidden
 from tests.pretend_stream import Stream
 from vllm_kvevict.attention import gpu_buffers
 from vllm_kvevict.cache import state
+from vllm_kvevict.ops import token_format
 from vllm_kvevict.policies import nacl
 from vllm_kvevict.worker import candidates
 
@@ -272,4 +273,6 @@ def pretended(monkeypatch: Any) -> Iterator[Watch]:
         monkeypatch.setattr(torch.cuda, "use_mem_pool", watch.memory.use)
         monkeypatch.setattr(torch.cuda, "synchronize", watch.stream.synchronize)
         monkeypatch.setattr(torch.accelerator, "synchronize", watch.stream.synchronize)
+        # What is kept for a device is not kept for a real one.
+        monkeypatch.setattr(token_format, "_rotations", {})
         yield watch

@@ -73,6 +73,8 @@ def worker(
     """
     torch.manual_seed(0)
     where = torch.device(device)
+    # As a worker makes it at start-up.
+    stored.rotation(head_size, torch.empty(0, device=where).device)
     config = EvictionConfig(
         policy=policy,
         window=WINDOW,

@@ -7,7 +7,7 @@ import torch
 
 from vllm_kvevict.cache.page_layout import PageLayout
 from vllm_kvevict.ops.fp8 import FP8, typed
-from vllm_kvevict.ops.pieces import heads_at_once, joined
+from vllm_kvevict.ops.pieces import heads_at_once, joined, tokens_at_once
 from vllm_kvevict.ops.token_format import AS_CACHED, TokenFormat
 
 
@@ -207,15 +207,16 @@ class LayerCache:
             self.layout.copy(self.pages, source_page, source_slot, target_page)
             return
         old = torch.zeros_like(source_page, dtype=torch.bool) if from_store is None else from_store
-        new, kept = (~old).nonzero().flatten(), old.nonzero().flatten()
-        encoded = self._encoded(source_page[new], source_slot[new])
-        planes = []
-        for plane, fresh in zip(self.planes, encoded, strict=True):
-            tokens = plane.new_empty(len(source_page), plane.shape[-1])
-            tokens[new] = fresh
-            tokens[kept] = plane[source_page[kept], source_slot[kept]]
-            planes.append(tokens)
-        for plane, tokens in zip(self.planes, planes, strict=True):
+        found = [plane.new_empty(len(source_page), plane.shape[-1]) for plane in self.planes]
+        if self.pages.is_cpu:
+            self._read(source_page, source_slot, old, found)
+        else:
+            count = tokens_at_once(self.pages.device, 2 * self.layout.keys.shape[1])
+            for begin in range(0, len(source_page), count):
+                part = slice(begin, begin + count)
+                parts = [tokens[part] for tokens in found]
+                self._read_alike(source_page[part], source_slot[part], old[part], parts)
+        for plane, tokens in zip(self.planes, found, strict=True):
             plane[target_page] = tokens.view(len(target_page), *plane.shape[1:])
 
     @cached_property
@@ -235,8 +236,32 @@ class LayerCache:
         found = [plane.index_select(0, pages.flatten()) for plane in self.planes]
         return [plane.unflatten(0, pages.shape) for plane in found]
 
-    def _encoded(self, page: torch.Tensor, slot: torch.Tensor) -> list[torch.Tensor]:
-        """Return what tokens in other pages become in a store: [K, bytes] for each plane."""
-        pages, place = page.unique_consecutive(return_inverse=True)
-        keys, values = self.keys(pages)[place, slot], self.values(pages)[place, slot]
-        return self.token_format.encode(keys, values)
+    def _read(
+        self, page: torch.Tensor, slot: torch.Tensor, old: torch.Tensor, out: list[torch.Tensor]
+    ) -> None:
+        """Write tokens [K] as a store holds them to ``out``, [K, bytes] for each plane."""
+        new, kept = (~old).nonzero().flatten(), old.nonzero().flatten()
+        pages, place = page[new].unique_consecutive(return_inverse=True)
+        keys, values = self.keys(pages)[place, slot[new]], self.values(pages)[place, slot[new]]
+        encoded = self.token_format.encode(keys, values)
+        for plane, fresh, tokens in zip(self.planes, encoded, out, strict=True):
+            tokens[new] = fresh
+            tokens[kept] = plane[page[kept], slot[kept]]
+
+    def _read_alike(
+        self, page: torch.Tensor, slot: torch.Tensor, old: torch.Tensor, out: list[torch.Tensor]
+    ) -> None:
+        """Do the same on a GPU, without sizes for which the host would wait.
+
+        Every token is read both as one of a store and as one of another page.
+        """
+        assert self.layout.slot_size is not None, "vLLM's kernels for GPUs write whole tokens"
+        others = self.pages.view(-1, self.layout.block_size, self.layout.slot_size)
+        # In its own page, a token of a store may be behind the last one of another page.
+        tokens = others[page.masked_fill(old, 0), slot.masked_fill(old, 0)]
+        keys, values = tokens.chunk(2, dim=-1)
+        encoded = self.token_format.encode(
+            _scaled(keys, self.key_scale), _scaled(values, self.value_scale)
+        )
+        for plane, fresh, found in zip(self.planes, encoded, out, strict=True):
+            found.copy_(torch.where(old[:, None], plane[page, slot], fresh))

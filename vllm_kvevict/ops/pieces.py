@@ -50,6 +50,17 @@ def heads_at_once(device: torch.device, num_heads: int, elements: int) -> int:
     return count if count < num_heads else count // num_heads * num_heads
 
 
+def tokens_at_once(device: torch.device, elements: int) -> int:
+    """Return the number of tokens that operations take at once, at least one.
+
+    Args:
+        device: Device of the cache.
+        elements: float32 numbers of the largest intermediate result of a token.
+
+    """
+    return max(1, logits_at_once(device) // elements)
+
+
 def width_in_place(size: int, itemsize: int) -> int:
     """Return how many float32 numbers a head needs per column if its scorer reads keys in place.
 

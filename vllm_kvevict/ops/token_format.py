@@ -214,9 +214,11 @@ def quantise(rotated: "torch.Tensor", bits: int) -> "tuple[torch.Tensor, torch.T
     parts = rotated.unflatten(-1, (groups(rotated.shape[-1]), -1))
     middle = (2**bits - 1) / 2
     largest = parts.abs().amax(-1, keepdim=True)
+    # Numbers of the host, because a tensor of them would be an upload for which the host waits.
+    factors = (torch.tensor(CLIPS, device="cpu") / middle).tolist()
     # Rounded as they are stored. The least scale keeps a group of zeros from a division by 0.
-    clips = torch.tensor(CLIPS, device=rotated.device)
-    scales = (largest * (clips / middle)).half().float().clamp_min(2.0**-24)
+    scales = torch.cat([largest * factor for factor in factors], dim=-1)
+    scales = scales.half().float().clamp_min_(2.0**-24)
     if rotated.is_cpu:
         from vllm_kvevict.ops.cpu.packed import quantise as compiled
 
@@ -227,8 +229,10 @@ def quantise(rotated: "torch.Tensor", bits: int) -> "tuple[torch.Tensor, torch.T
 
     def tried(index: int) -> "tuple[torch.Tensor, torch.Tensor]":
         scale = scales[..., index : index + 1]
-        levels = (parts / scale + middle).round_().clamp_(0, 2 * middle)
-        return levels, ((levels - middle) * scale - parts).square_().sum(-1, keepdim=True)
+        # In place, because memory for evictions is counted in results of this size.
+        levels = (parts / scale).add_(middle).round_().clamp_(0, 2 * middle)
+        off = (levels - middle).mul_(scale).sub_(parts)
+        return levels, off.square_().sum(-1, keepdim=True)
 
     (levels, least), chosen = tried(0), torch.zeros_like(largest, dtype=torch.int64)
     for index in range(1, len(CLIPS)):

@@ -5,12 +5,13 @@ from zlib import crc32
 import pytest
 import torch
 
-from tests.kernels.evict import FUSED, SIZE, assert_same, run, steps, worker
+from tests.kernels.evict import FUSED, SIZE, assert_same, run, steps, stored_steps, worker
 from tests.meta_eviction import Operations
 from tests.meta_eviction import worker as meta_worker
-from tests.nightly import covering
+from tests.nightly import covering, nightly
 from tests.pretend_gpu import async_tensor_h2d, pretended
 from vllm_kvevict.ops import pieces
+from vllm_kvevict.ops.token_format import AS_CACHED, INT4, INT8
 from vllm_kvevict.ops.torch import score
 from vllm_kvevict.policies import nacl, subgen
 from vllm_kvevict.policies.base import Requirements
@@ -56,6 +57,21 @@ def test_the_result_is_that_of_one_layer_at_a_time(policy, fp8, numbers, columns
     assert_same(made, plain)
 
 
+@pytest.mark.parametrize("stored", [INT4, INT8], ids=["int4", "int8"])
+@pytest.mark.parametrize("numbers", [2 * SIZE * 100, 2**24])
+def test_survivors_are_packed_in_pieces(numbers, stored, monkeypatch):
+    """A few levels differ where an element lies between two, as sums are in another order."""
+    plans = stored_steps("ada-defensive", in_place=True)
+    plain = worker("ada-defensive", fused=False, stored=stored)
+    run(plain, plans)
+    monkeypatch.setattr(score, "DEVICE_LOGITS", numbers)
+    with pretended(monkeypatch):
+        made = worker("ada-defensive", fused=False, device="cuda", stored=stored)
+        run(made, plans)
+    assert made.evictions == plain.evictions == 4
+    assert_same(made, plain, off=1e-4)
+
+
 @pytest.mark.parametrize(
     ("numbers", "columns", "window"),
     covering([pytest.param(*size, id=name) for name, size in SIZES.items()], ["auto", "none"]),
@@ -88,11 +104,19 @@ def test_measured_shares_divide_the_pages(policy, monkeypatch):
     assert bool((split[0] != split[1]).any()), "each layer has its own shares"
 
 
-@pytest.mark.parametrize("policy", [*FUSED, *OTHERS])
-def test_the_host_waits_for_the_width_of_a_store_and_nothing_else(policy, monkeypatch):
+@pytest.mark.parametrize(
+    ("policy", "stored"),
+    [
+        *((policy, AS_CACHED) for policy in [*FUSED, *OTHERS]),
+        ("ada-snapkv", INT4),
+        *(nightly(policy, INT4) for policy in [*FUSED, *OTHERS] if policy != "ada-snapkv"),
+    ],
+    ids=str,
+)
+def test_the_host_waits_for_the_width_of_a_store_and_nothing_else(policy, stored, monkeypatch):
     with pretended(monkeypatch) as watch:
-        made = worker(policy, fused=False, device="cuda")
-        first, second = steps(policy)
+        made = worker(policy, fused=False, device="cuda", stored=stored)
+        first, second = (steps if stored.as_cached else stored_steps)(policy)
         watch.waits.clear()
         run(made, [first])
         assert made.evictions == 2 and not watch.waits

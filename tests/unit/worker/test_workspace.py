@@ -16,6 +16,7 @@ from tests.kernels.evict import (
     assert_same,
     run,
     steps,
+    stored_steps,
     worker,
 )
 from tests.meta_eviction import Operations
@@ -25,6 +26,7 @@ from tests.pretend_gpu import async_tensor_h2d, pretended
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.ops.cuda import extension
 from vllm_kvevict.ops.cuda import pages as compaction
+from vllm_kvevict.ops.token_format import AS_CACHED, INT4
 from vllm_kvevict.policies import nacl
 from vllm_kvevict.rules.step_plan import PLAN
 from vllm_kvevict.worker import workspace as sizing
@@ -56,17 +58,23 @@ def mine(policy: str, made: int = 0) -> tuple[EvictionConfig, EvictionSizes]:
 
 NAMES_OF_A_GROUP = ["layer.0", "layer.2"]
 BY_WINDOW = [
-    *(pytest.param(*kind.values, "auto", id=kind.id, marks=kind.marks) for kind in ONE_OF_A_KIND),
-    pytest.param("probe", True, "none", id="probe with networks, by keys alone"),
+    *(
+        pytest.param(*kind.values, "auto", AS_CACHED, id=kind.id, marks=kind.marks)
+        for kind in ONE_OF_A_KIND
+    ),
+    pytest.param("probe", True, "none", AS_CACHED, id="probe with networks, by keys alone"),
+    pytest.param("snapkv", False, "auto", INT4, id="snapkv in few bits"),
 ]
 
 
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(
-    ("policy", "networks", "probe_window", "fused"),
+    ("policy", "networks", "probe_window", "stored", "fused"),
     covering(BY_WINDOW, [pytest.param(False, id="pytorch"), pytest.param(True, id="kernels")]),
 )
-def test_nothing_is_allocated_while_serving(policy, networks, probe_window, fused, monkeypatch):
+def test_nothing_is_allocated_while_serving(
+    policy, networks, probe_window, stored, fused, monkeypatch
+):
     """Not by the driver; and what the pool holds is at most what was allocated at start-up."""
     monkeypatch.setitem(extension._namespaces, "cuda", extension._namespaces["cpu"])
     monkeypatch.setattr(extension, "_load_installed", lambda: None)
@@ -74,10 +82,12 @@ def test_nothing_is_allocated_while_serving(policy, networks, probe_window, fuse
         # Otherwise the staging buffer of evictions in place outweighs everything else here.
         monkeypatch.setattr(module, "STAGING_BYTES", 1)
     config, sizes = mine(policy, made=2 if probe_window == "auto" else 1)
-    options = dict(networks=networks, probe_window=probe_window)
-    said = workspace_bytes(config, sizes, longest=230, kernels=fused)
+    options = dict(networks=networks, probe_window=probe_window, stored=stored)
+    plans = (steps if stored.as_cached else stored_steps)(policy, in_place=True)
+    longest = max(eviction.num_tokens for plan in plans for eviction in plan.evictions)
+    said = workspace_bytes(config, sizes, longest, kernels=fused)
     plain = worker(policy, fused=False, **options)
-    run(plain, steps(policy, in_place=True))
+    run(plain, plans)
     with pretended(monkeypatch) as watch:
         made = worker(policy, fused=fused, device="cuda", **options)
         made._workspace = Workspace(said, torch.device("cuda"))
@@ -85,7 +95,7 @@ def test_nothing_is_allocated_while_serving(policy, networks, probe_window, fuse
         made._workspace.open()
         assert watch.memory.live == 0
         watch.memory.peak = 0
-        first, second = steps(policy, in_place=True)
+        first, second = plans
         made.begin_step(step(first))
         watch.memory.outside.clear()
         made.end_step(None)
@@ -99,7 +109,7 @@ def test_nothing_is_allocated_while_serving(policy, networks, probe_window, fuse
         assert not outside and not watch.memory.outside
         assert said / 10 < watch.memory.peak <= said + 2**16, "and small tables"
         watch.memory.live = 0
-    assert_same(made, plain)
+    assert_same(made, plain, off=0.0 if stored.as_cached else 1e-3)
 
 
 def step(plan):
@@ -154,15 +164,19 @@ MIXING = ["tova", "nacl"]
 
 
 @pytest.mark.parametrize(
-    ("policy", "heads", "tokens"),
-    covering(
-        ["ada-probe", "ada-defensive", "ada-snapkv", "scissorhands", "subgen", *MIXING],
-        [8, 1],
-        [8192, 131072, 512],
-    ),
+    ("policy", "heads", "tokens", "stored"),
+    [
+        *covering(
+            ["ada-probe", "ada-defensive", "ada-snapkv", "scissorhands", "subgen", *MIXING],
+            [8, 1],
+            [8192, 131072, 512],
+            [pytest.param(AS_CACHED, id="as cached")],
+        ),
+        *covering(["ada-snapkv"], [8, 1], [8192, 131072, 1024], [pytest.param(INT4, id="int4")]),
+    ],
 )
-def test_pytorch_operations_hold_no_more_than_is_said(policy, heads, tokens):
-    made, eviction = meta_worker(policy, num_tokens=tokens, heads=heads)
+def test_pytorch_operations_hold_no_more_than_is_said(policy, heads, tokens, stored):
+    made, eviction = meta_worker(policy, num_tokens=tokens, heads=heads, stored=stored)
     config = EvictionConfig(policy=policy)
     sizes = EvictionSizes(32, heads, 4 * 32, 128, 16, 512, 2 * ("probe" in policy))
     said = pytorch_bytes(config, sizes, tokens)
