@@ -111,7 +111,7 @@ def test_measured_shares_divide_the_pages(policy, monkeypatch):
         ("ada-snapkv", INT4),
         *(nightly(policy, INT4) for policy in [*FUSED, *OTHERS] if policy != "ada-snapkv"),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "name", value),
 )
 def test_the_host_waits_for_the_width_of_a_store_and_nothing_else(policy, stored, monkeypatch):
     with pretended(monkeypatch) as watch:
