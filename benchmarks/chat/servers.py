@@ -137,7 +137,8 @@ class Setting:
             "--max-model-len", str((each + 1) * BLOCK), "--max-num-batched-tokens", "2048",
             "--max-num-seqs", str(self.sequences), "--enable-prefix-caching",
             "--enable-prompt-tokens-details", "--disable-uvicorn-access-log",
-            "--kv-cache-memory-bytes", str((self.memory * each + 1) * block),
+            # vLLM starts only if a request of the maximum length fits, beside the null block.
+            "--kv-cache-memory-bytes", str((max(self.memory * each, each + 1) + 1) * block),
             *self.flags(ROWS[name], stores),
         ]  # fmt: skip
         # Where a connector is configured vLLM would leave a core more, or on two cores none.

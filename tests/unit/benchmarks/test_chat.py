@@ -144,6 +144,13 @@ def test_servers_differ_in_the_flags_of_their_rows_alone(tmp_path: Path) -> None
     )
 
 
+def test_memory_for_one_chat_holds_the_longest_request(tmp_path: Path) -> None:
+    command = setting(tmp_path, memory=1).start("at", tmp_path / "stores").command
+    longest = int(command[command.index("--max-model-len") + 1])
+    memory = int(command[command.index("--kv-cache-memory-bytes") + 1])
+    assert memory // (2 * 3 * 16 * 2 * 2) >= longest + 32, "and the null block of 32 tokens"
+
+
 def test_a_number_counts_where_it_stands_whole() -> None:
     question = Question("which?", 32, "1234567")
     for text in ("1234567", "It is 1234567.", "for owl: 1234567, for cat: 7654321"):
