@@ -26,6 +26,8 @@ class Published:
         self._published: dict[int, tuple[Any, int]] = {}
         self._chains: dict[str, list[int]] = {}
         self._truth: dict[Any, list[int]] = {}
+        self._alive: dict[str, Any] = {}
+        """Requests at the end of the last step."""
 
     def forget_what_no_step_computes(self, output: Any) -> None:
         """Work around vLLM, which has this flaw without eviction too.
@@ -56,8 +58,10 @@ class Published:
 
     def check(self) -> None:
         """Reachable by hash means: what full attention computes for that prefix."""
-        for request in self._scheduler.requests.values():
+        # One that ended since may have published a block that its last tokens filled.
+        for request in (self._alive | self._scheduler.requests).values():
             self._learn(request)
+        self._alive = dict(self._scheduler.requests)
         for block in self._pool.blocks:
             if block.block_hash is None or of_store(block.block_hash):
                 self._published.pop(block.block_id, None)
