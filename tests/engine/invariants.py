@@ -54,6 +54,8 @@ class Invariants:
             if request_id in cached.resumed_req_ids:
                 admitted[request_id] = computed
         plan: StepPlan = getattr(output, PLAN, None) or StepPlan()
+        # Before loads and evictions write to their blocks.
+        self._note(plan.saves_first)
         for copy in plan.loads:
             assert copy.name in self._saved, "a store that nobody saved"
             for group, made_of in self._saved[copy.name].items():
@@ -78,13 +80,17 @@ class Invariants:
             request_id: self._lives[request_id].number for request_id in output.num_scheduled_tokens
         }
         self._expect_plan(output, plan)
-        for copy in (*plan.saves_first, *plan.saves):
+        self._note(plan.saves)
+        self.published.forget_what_no_step_computes(output)
+
+    def _note(self, saves: Any) -> None:
+        """What is copied out of the KV cache was made by whom."""
+        for copy in saves:
             self._saved[copy.name] = {
                 one.group_id: self._stored[one.group_id, one.store[0]]
                 for one in copy.groups
                 if one.store
             }
-        self.published.forget_what_no_step_computes(output)
 
     def _expect_window_uncovered(self, request_id: str, hit: int) -> None:
         state = admitted(self.scheduler).get(request_id)
