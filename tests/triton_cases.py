@@ -152,7 +152,7 @@ def check_decode(
 
 
 def check_unpack(device: str, dtype: torch.dtype, stored: PackedFormat, **options: float) -> None:
-    """Each sequence lies in order, with zeros behind it to the end of its last page."""
+    """The tokens of each sequence are in order, and zeros fill the rest of its last page."""
     host = random_ragged(dtype=dtype, **options).packed(stored)
     batch = host.to(device)
     count, heads, size = len(batch.rows), batch.num_heads, batch.block_size

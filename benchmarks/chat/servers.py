@@ -137,7 +137,7 @@ class Setting:
             "--max-model-len", str((each + 1) * BLOCK), "--max-num-batched-tokens", "2048",
             "--max-num-seqs", str(self.sequences), "--enable-prefix-caching",
             "--enable-prompt-tokens-details", "--disable-uvicorn-access-log",
-            # vLLM starts only if a request of the maximum length fits, beside the null block.
+            # The KV cache must hold a request of the maximum length and vLLM's null block.
             "--kv-cache-memory-bytes", str((max(self.memory * each, each + 1) + 1) * block),
             *self.flags(ROWS[name], stores),
         ]  # fmt: skip

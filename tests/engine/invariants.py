@@ -84,7 +84,7 @@ class Invariants:
         self.published.forget_what_no_step_computes(output)
 
     def _note(self, saves: Any) -> None:
-        """What is copied out of the KV cache was made by whom."""
+        """Record which requests made the stores that are copied out of the KV cache."""
         for copy in saves:
             self._saved[copy.name] = {
                 one.group_id: self._stored[one.group_id, one.store[0]]

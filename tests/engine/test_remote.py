@@ -40,7 +40,12 @@ def play(scenario: Scenario, totals: Counter[str]) -> None:
 def test_random_days():
     totals: Counter[str] = Counter()
     days.play_until_seen(lambda scenario: play(scenario, totals), 30, totals, SEEN)
-    assert totals["remote_loads"] > 3 * totals["remote_failures"] > 0
+    # A few days may have one whose loads nearly all fail.
+    for number in range(days.ROUNDS, days.ROUNDS + 4):
+        if totals["remote_loads"] > 5 * totals["remote_failures"]:
+            break
+        days.play(lambda scenario: play(scenario, totals), 12, number)
+    assert totals["remote_loads"] > 5 * totals["remote_failures"] > 0
 
 
 @pytest.mark.nightly

@@ -81,7 +81,7 @@ def test_stores_that_are_lost_are_forgotten_without_statistics():
 
 
 def test_stores_are_forgotten_where_a_step_makes_more_than_it_examines(monkeypatch):
-    """What was dropped before it was examined stayed in a queue."""
+    """Stores that were dropped before a step examined them must not stay in memory."""
     monkeypatch.setattr(engine_stores, "STORES_EXAMINED_PER_STEP", 1)
     core = engine(replace(SYNC, every=32, max_num_seqs=16, max_batched=2048, blocks=300))
     for seed in range(60):

@@ -19,8 +19,8 @@ from vllm_kvevict.ops.triton.slices import Slices, head_lengths, plan_slices
 from vllm_kvevict.rules.rule import blocks_for
 
 LINE = 16
-"""Elements to whose multiples addresses and strides are aligned: vLLM's Triton attention is
-compiled again for others."""
+"""Alignment of addresses and strides, in elements. vLLM's Triton attention is compiled again for
+addresses and strides that are not multiples of it."""
 
 
 class GroupBuffers:

@@ -57,7 +57,7 @@ def warm_up(
 
 
 def _store_blocks(buffers: GroupBuffers) -> int:
-    """Return the positional blocks whose tokens fill a page of the store of each head."""
+    """Return the number of positional blocks whose tokens fill one store page of each head."""
     rule = buffers.state.rule
     return blocks_for(rule.page_tokens, rule.block_size)
 

@@ -257,7 +257,7 @@ class LayerCache:
         """
         assert self.layout.slot_size is not None, "vLLM's kernels for GPUs write whole tokens"
         others = self.pages.view(-1, self.layout.block_size, self.layout.slot_size)
-        # In its own page, a token of a store may be behind the last one of another page.
+        # A page of a store has more slots than other pages, so its slots may not exist there.
         tokens = others[page.masked_fill(old, 0), slot.masked_fill(old, 0)]
         keys, values = tokens.chunk(2, dim=-1)
         encoded = self.token_format.encode(

@@ -32,7 +32,7 @@ class SuffixCache:
     Args:
         hash_block_size: Tokens that one of vLLM's hashes covers.
         managers: The block managers of the KV-cache groups that evict.
-        windows: The groups whose layers attend within a window, or None if there are none.
+        windows: The groups of layers with an attention window; None if the model has none.
 
     """
 

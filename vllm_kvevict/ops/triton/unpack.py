@@ -177,7 +177,7 @@ def unpack_tokens(
         cache: [num_blocks, H, block_size, 2 * D] contiguous.
         packed: The stores.
         dense: [R * H, N, 2 * D] in the cache's type, contiguous, written up to the end of the last
-            page of each length, with zeros behind the tokens.
+            page of each sequence. Zeros fill the rest of that page.
 
     """
     heads, page, dim = cache.shape[1], cache.shape[2], cache.shape[3] // 2
