@@ -12,6 +12,7 @@ from vllm.v1.request import RequestStatus
 from tests.engine.cases import SYNC, counters, engine, evictions, hit, tokens
 from tests.engine.harness import Engine, Setup
 from tests.engine.saving import ShadowSaving
+from tests.engine.scenarios import Scenario, run
 from vllm_kvevict.config.connectors import EXAMPLE
 from vllm_kvevict.engine.lost_blocks import LoadsInFlight, Trace
 
@@ -138,6 +139,28 @@ def test_a_store_that_was_made_of_what_was_lost(aborts, window):
     core.finish()
     assert later.num_output_tokens == 20
     assert counters(core).stores_published == 2 and counters(core).stores_reused == 1
+
+
+def test_tokens_that_an_eviction_in_place_replaces_are_not_lost():
+    """A request loses its last block and evicts into blocks of right tokens, in one of two groups.
+
+    Another one shares the blocks of these tokens in the other group. It is right and goes on:
+    ``Losses`` complains of a request that ends and has computed over no loss.
+    """
+    setup = Setup(
+        budget="50%", window=16, interval=16, second_budget=78, blocks=75, block_size=16,
+        max_num_seqs=6, max_batched=24, asynchronous=True, shared="evict",
+        connector=EXAMPLE, load_failure="fail",
+    )  # fmt: skip
+    events = [
+        ("burst", 192, 5, 4, 1), ("ask", 0, 3, 18, 92), ("burst", 117, 3, 4, 8),
+        ("ask", 0, 2, 32, 8), ("steps", 4), ("add", 35, 3, 16, 1, None), ("add", 8, 0, 1, 1, None),
+        ("follow", 0, 4, 47), ("forget",), ("burst", 138, 3, 4, 8), ("ask", 0, 2, 35, 8),
+        ("many", 73, 2, 54, None),
+    ]  # fmt: skip
+    core = run(Scenario(setup=setup, seed=229, events=events))
+    assert core.losses is not None and core.losses.tally["lost_evicting"] > 0
+    assert counters(core).evictions_in_place > 0
 
 
 @BOTH

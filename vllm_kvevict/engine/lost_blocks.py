@@ -37,15 +37,15 @@ class Trace:
     read: set[int] = field(default_factory=set)
     filled: set[int] = field(default_factory=set)
 
-    def computed_over(self, lost: "AbstractSet[int]") -> set[int]:
-        """Return the blocks whose content depends on one of the lost blocks."""
-        starts = [start for start, block in self.positional if block in lost]
+    def first_over(self, lost: "AbstractSet[int]") -> int | None:
+        """Return the first token that was computed over one of the lost blocks, if any was."""
         if not self.read.isdisjoint(lost):
-            starts.append(0)
-        if not starts:
-            return set()
-        first = min(starts)
-        return self.filled | {block for start, block in self.positional if start >= first}
+            return 0
+        return min((start for start, block in self.positional if block in lost), default=None)
+
+    def computed_from(self, first: int) -> set[int]:
+        """Return the positional blocks that hold token ``first`` or a later one."""
+        return {block for start, block in self.positional if start >= first}
 
 
 @dataclass
@@ -89,20 +89,27 @@ class LoadsInFlight:
             lost: Ids of blocks that were not loaded.
 
         """
-        wrong, requests = set(lost), set[str]()
+        wrong = set(lost)
         managers = self._core.cache.coordinator.single_type_managers
         holders = {request_id for manager in managers for request_id in manager.req_to_blocks}
         traces = [self._trace(request_id) for request_id in holders]
         traces += [trace for step in self._steps for trace in step.gone]
-        known = 0
+        firsts: dict[int, int] = {}
+        """First wrong token of each trace that has one."""
+        known = None
         # A request may read what another one computed, so the search ends when nothing is added.
-        while known < len(wrong):
-            known = len(wrong)
-            for trace in traces:
-                if blocks := trace.computed_over(wrong):
-                    wrong |= blocks
-                    requests.add(trace.request_id)
-        return requests, wrong
+        while known != firsts:
+            known = dict(firsts)
+            for index, trace in enumerate(traces):
+                # An eviction in place fills blocks that held tokens of the request until then:
+                # that does not make these tokens wrong, which others may share.
+                filled = [traces[other].filled for other in firsts if other != index]
+                first = trace.first_over(wrong.union(*filled))
+                if first is not None:
+                    firsts[index] = first
+                    wrong |= trace.computed_from(first)
+        requests = {traces[index].request_id for index in firsts}
+        return requests, wrong.union(*(traces[index].filled for index in firsts))
 
     def _trace(self, request_id: str) -> Trace:
         trace = Trace(request_id)
