@@ -1,16 +1,20 @@
 """A decode server under load: stock vLLM against eviction, in one run.
 
-    python -m benchmarks.decode_node [--memory 2,4,8,all] [--budget 12.5%]
+    python -m benchmarks.decode_node [--memory 2,4,8,all] [--budget 12.5%] [--also CHECKOUT]
 
 Prompts are not computed: vLLM's ``DecodeBenchConnector`` fills their KV with random numbers, as if
 a prefill server had sent it. Each memory size has a pair of servers that differ in
 ``--kv-eviction`` alone, and ``vllm bench serve`` sends the same requests to both. Memory is given
 in whole requests (prompt and answer) that it holds without eviction, ``all`` for all requests at
 once, or in bytes such as ``84M``. The answers are meaningless; only times are measured.
+``--also`` measures the evicting server of another checkout of this repository beside it.
 """
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -94,24 +98,53 @@ def server_args(args: argparse.Namespace, num_bytes: int, evicts: bool) -> list[
     return flags
 
 
-def run(args: argparse.Namespace, model: Path) -> list[dict[str, Any]]:
-    """Measure every pair ``--repeats`` times, alternating.
+def checkout_env(checkout: Path) -> dict[str, str]:
+    """Return the environment in which a server imports the plugin of another checkout.
 
     Raises:
-        RuntimeError: A request failed, or the server with eviction did not evict.
+        ValueError: The folder holds no checkout of this repository.
+
+    """
+    # Without the safe path Python takes the plugin of the current folder.
+    env = {"PYTHONPATH": str(checkout.resolve()), "PYTHONSAFEPATH": "1"}
+    found = subprocess.run(
+        [sys.executable, "-c", "import vllm_kvevict; print(vllm_kvevict.__file__)"],
+        env=dict(os.environ) | env, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    if not Path(found.stdout.strip()).is_relative_to(checkout.resolve()):
+        raise ValueError(f"--also: {checkout} is no checkout of this repository")
+    return env
+
+
+def settings(args: argparse.Namespace) -> dict[str, dict[str, str]]:
+    """Return the servers of each memory size: name, and what their environment has in addition."""
+    found: dict[str, dict[str, str]] = {STOCK: {}, EVICTION: {}}
+    if args.also is not None:
+        command = ["git", "-C", str(args.also), "rev-parse", "--short=8", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        found[f"{EVICTION}, commit {commit}"] = checkout_env(args.also)
+    return found
+
+
+def run(args: argparse.Namespace, model: Path) -> list[dict[str, Any]]:
+    """Measure the servers of each memory size ``--repeats`` times, alternating.
+
+    Raises:
+        RuntimeError: A request failed, or a server with eviction did not evict.
 
     """
     load = Load(args.prompt, args.output, args.requests, args.requests)
     rows = []
-    with tqdm(total=2 * len(args.memory) * args.repeats) as bar:
+    servers = settings(args)
+    with tqdm(total=len(servers) * len(args.memory) * args.repeats) as bar:
         for memory in args.memory:
             num_bytes = kv_bytes(args, model, memory)
             for repeat in range(args.repeats):
-                for setting in (STOCK, EVICTION):
+                for number, (setting, env) in enumerate(servers.items()):
                     bar.set_description(f"{setting}, memory {memory}")
-                    log = FOLDER / f"{setting.split()[0]}-{memory}-{repeat}.log"
-                    flags = server_args(args, num_bytes, setting == EVICTION)
-                    with Server(model, flags, log, timeout_s=1800) as server:
+                    log = FOLDER / f"{number}-{memory}-{repeat}.log"
+                    flags = server_args(args, num_bytes, setting != STOCK)
+                    with Server(model, flags, log, timeout_s=1800, env=env) as server:
                         # The first requests of a server pay for warm-up.
                         measure(server, model, Load(min(64, args.prompt), 8, 4, 4, seed=99))
                         before = server.evictions()["evictions"]
@@ -123,7 +156,7 @@ def run(args: argparse.Namespace, model: Path) -> list[dict[str, Any]]:
                     )
                     if row["failed"] or row["completed"] != args.requests:
                         raise RuntimeError(f"requests failed: {rows[-1]}; see {log}")
-                    if bool(row["evictions"]) != (setting == EVICTION):
+                    if bool(row["evictions"]) != (setting != STOCK):
                         raise RuntimeError(f"{row['evictions']} evictions: {rows[-1]}; see {log}")
     return rows
 
@@ -142,12 +175,17 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def ratios(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """Return the output tokens/s with eviction relative to stock vLLM of each pair, by memory."""
+    """Return the output tokens/s of each server with eviction relative to stock vLLM, by memory.
+
+    The servers follow in the order in which they were measured.
+    """
     found: dict[str, list[float]] = {}
-    for stock, evicting in zip(rows[::2], rows[1::2], strict=True):
-        rate = evicting["measured"]["output_tokens_per_s"]
-        ratio = rate / stock["measured"]["output_tokens_per_s"]
-        found.setdefault(stock["memory"], []).append(round(ratio, 3))
+    for row in rows:
+        rate = row["measured"]["output_tokens_per_s"]
+        if row["setting"] == STOCK:
+            stock = rate
+        else:
+            found.setdefault(row["memory"], []).append(round(rate / stock, 3))
     return found
 
 
@@ -164,6 +202,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--groups", type=int, help="1: one budget for all layers")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--eager", action="store_true", help="without compilation")
+    parser.add_argument(
+        "--also", type=Path, metavar="CHECKOUT",
+        help="folder of another checkout, whose evicting server is measured too",
+    )  # fmt: skip
     parser.add_argument(
         "--output-path", type=Path, default=Path("benchmarks/results/decode_node.json")
     )

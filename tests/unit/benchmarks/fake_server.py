@@ -18,8 +18,15 @@ class FakeServer:
     says = ""
     url, model = "http://x", "m"
 
-    def __init__(self, model: Path, flags: list[str], log: Path, timeout_s: float) -> None:
-        self.flags, self.log, self.count = flags, log, 0
+    def __init__(
+        self,
+        model: Path,
+        flags: list[str],
+        log: Path,
+        timeout_s: float,
+        env: dict[str, str] | None = None,
+    ) -> None:
+        self.flags, self.log, self.env, self.count = flags, log, env, 0
 
     @property
     def evicts(self) -> bool:

@@ -1,7 +1,11 @@
 """The benchmark of decode servers: its servers, its memory, its table. No vLLM runs."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -66,3 +70,34 @@ def test_a_server_that_does_not_evict_ends_the_run(
     monkeypatch.setattr(decode_node, "measure", fake_measure)
     with pytest.raises(RuntimeError, match="0 evictions"):
         run(parse(["--memory", "2"]), model)
+
+
+def test_another_checkout(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its server evicts too and imports the plugin from there; another folder is refused."""
+    package = tmp_path / "vllm_kvevict"
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.example"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "empty"], check=True)
+    args = parse(["--memory", "2", "--also", str(tmp_path)])
+    with pytest.raises(ValueError, match=r"--also: .* is no checkout"):
+        run(args, model)
+    package.mkdir()
+    (package / "__init__.py").touch()
+    envs = []
+
+    class Server(FakeServer):
+        def __enter__(self) -> Self:
+            envs.append(self.env)
+            return super().__enter__()
+
+    monkeypatch.setattr(decode_node, "Server", Server)
+    monkeypatch.setattr(decode_node, "measure", fake_measure)
+    rows = run(args, model)
+    names = [row["setting"].split(", commit ") for row in rows]
+    assert names[:2] == [["stock vLLM"], ["eviction"]] and len(names[2][1]) >= 8
+    assert ratios(rows) == {"2": [3.0, 3.0]}
+    assert envs[:2] == [{}, {}]
+    code = "import vllm_kvevict; print(vllm_kvevict.__file__)"
+    command, env = [sys.executable, "-c", code], dict(os.environ) | envs[2]
+    found = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+    assert Path(found.strip()) == package.resolve() / "__init__.py"
