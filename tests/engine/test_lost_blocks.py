@@ -163,6 +163,16 @@ def test_tokens_that_an_eviction_in_place_replaces_are_not_lost():
     assert counters(core).evictions_in_place > 0
 
 
+def test_wrong_survivors_are_read_from_stores_only():
+    """A request may have left, and an eviction of another one in place has filled its last block
+    since: that the survivors are wrong says nothing of the tokens that were there."""
+    left = Trace("left", positional=[(0, 1), (8, 2)], read={7})
+    assert left.first_over(lost={9}, filled={1, 2}) is None
+    assert left.first_over(lost={2}, filled=set()) == 8
+    assert left.first_over(lost={2}, filled={7}) == 0
+    assert left.computed_from(8) == {2}
+
+
 @BOTH
 def test_blocks_of_a_request_that_left_before_the_report(setup):
     core = losing(setup, 192)

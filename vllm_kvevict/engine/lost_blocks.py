@@ -37,9 +37,16 @@ class Trace:
     read: set[int] = field(default_factory=set)
     filled: set[int] = field(default_factory=set)
 
-    def first_over(self, lost: "AbstractSet[int]") -> int | None:
-        """Return the first token that was computed over one of the lost blocks, if any was."""
-        if not self.read.isdisjoint(lost):
+    def first_over(self, lost: "AbstractSet[int]", filled: "AbstractSet[int]") -> int | None:
+        """Return the first token that was computed over a lost block, if any was.
+
+        Args:
+            lost: Blocks that were lost as blocks of tokens.
+            filled: Blocks that evictions of others filled with wrong survivors. Only a store has
+                them: a block of tokens that is one of them held its tokens before.
+
+        """
+        if not self.read.isdisjoint(lost) or not self.read.isdisjoint(filled):
             return 0
         return min((start for start, block in self.positional if block in lost), default=None)
 
@@ -101,10 +108,8 @@ class LoadsInFlight:
         while known != firsts:
             known = dict(firsts)
             for index, trace in enumerate(traces):
-                # An eviction in place fills blocks that held tokens of the request until then:
-                # that does not make these tokens wrong, which others may share.
-                filled = [traces[other].filled for other in firsts if other != index]
-                first = trace.first_over(wrong.union(*filled))
+                filled = set[int]().union(*(traces[i].filled for i in firsts if i != index))
+                first = trace.first_over(wrong, filled)
                 if first is not None:
                     firsts[index] = first
                     wrong |= trace.computed_from(first)
