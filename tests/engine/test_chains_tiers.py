@@ -40,7 +40,8 @@ def test_the_last_store_of_a_turn_comes_back(setup):
     core = conversations(setup)
     former = core.add(tokens(150), 60)
     core.finish()
-    assert counters(core).stores_saved == len(core.worker.host) == 1 and kept_points(core) == [200]
+    assert counters(core).stores_saved == len(core.worker.host) == 2
+    assert kept_points(core) == [136, 200], "the last ones of the prompt and of the answer"
     for turn in range(3):
         lose(core)
         before = former.num_tokens
@@ -48,7 +49,24 @@ def test_the_last_store_of_a_turn_comes_back(setup):
         assert before - 32 <= hit(core.step(), former) < before
         core.finish()
         assert counters(core).stores_restored_memory == turn + 1
-        assert counters(core).stores_saved == turn + 2, "one a turn"
+        assert counters(core).stores_saved == 2 * turn + 4, "two a turn"
+
+
+@BOTH
+@pytest.mark.parametrize("blocks", [200, 30])
+def test_an_answer_that_is_not_repeated(setup, blocks):
+    """A template drops the reasoning, or a stop string is cut off. What the prompt left is there,
+    also if the evictions of the answer wrote to its blocks."""
+    core = conversations(setup, blocks=blocks)
+    former = core.add(tokens(150), 60)
+    core.finish()
+    assert bool(counters(core).evictions_in_place) == (blocks == 30)
+    lose(core)
+    prompt = list(former.all_token_ids)[:150] + tokens(30, 5)
+    second = core.add(prompt, 4)
+    assert hit(core.step(), second) == 136
+    core.finish()
+    assert counters(core).stores_restored_memory == 1
 
 
 @BOTH
@@ -79,11 +97,13 @@ def test_older_states_of_a_conversation_leave_first(setup):
     core.finish()
     say(core, first, 40, 40)
     core.finish()
-    assert kept_points(core) == [200, 200, 264]
+    assert kept_points(core) == [136, 200, 136, 200, 232, 264]
     stores._memory = 2 * size + size // 2
     say(core, core.requests[-1], 40, 40)
     core.finish()
-    assert kept_points(core) == [200, 360], "the other conversation, and the last state of this one"
+    assert kept_points(core) == [264, 136, 200, 328, 360], (
+        "both of the other one, the last ones here"
+    )
     lose(core)
     other = say(core, core.requests[1], 10, 4)
     assert hit(core.step(), other) >= 200
@@ -200,7 +220,8 @@ def test_what_was_made_over_a_state_that_cannot_be_loaded_is_lost_too(setup, tmp
     core.worker.cannot_load = lambda name: True
     second = say(core, request, 60, 30)
     run(core, second)
-    assert counters(core).stores_restored_file == 1 and second.num_preemptions == 1
+    # The store of the answer cannot be loaded, nor can the one of the prompt.
+    assert counters(core).stores_restored_file == 2 and second.num_preemptions == 2
     core.worker.cannot_load = lambda name: False
     third = say(core, second, 10, 4)
     run(core, third)
@@ -217,7 +238,7 @@ def test_a_state_that_cannot_be_loaded_beside_vllms_offload(setup, tmp_path):
     core.worker.cannot_load = lambda name: True
     second = say(core, request, 60, 30)
     run(core, second)
-    assert second.num_preemptions == 1 and second.num_output_tokens == 30
+    assert second.num_preemptions == 2 and second.num_output_tokens == 30
 
 
 def test_a_file_system_that_hangs_is_waited_for_for_a_limited_time(tmp_path, monkeypatch):

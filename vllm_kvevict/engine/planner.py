@@ -217,6 +217,8 @@ class StepPlanner:
             self._counters.tokens_protected += state.options.protect_first
         reads_window = state.reads_window(end)
         ring = state.ring if reads_window and self._turns.recorded(state, end) else None
+        if state.makes_links:
+            self._stores.extends(state, end)
         evictions = self._core.evict(state, quote, end)
         self._stores.windows.let_go(state)
         self._stores.drop_containing(

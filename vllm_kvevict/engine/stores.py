@@ -340,6 +340,10 @@ class PublishedStores:
         self._continues(state.reused_store, store)
         return store
 
+    def extends(self, state: RequestState, end: int) -> None:
+        """Called before a request evicts at ``end`` over its last store, whose blocks the eviction
+        may write to."""
+
     def _continues(self, base: PublishedStore | None, store: PublishedStore) -> None:
         """Record that a store was made by a request that started with another one."""
 

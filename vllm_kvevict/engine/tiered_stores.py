@@ -37,8 +37,9 @@ class TieredStores(PublishedStores):
     """Copies every store out of the KV cache when it is published, and restores it when it is
     needed.
 
-    Of the stores that a request makes at fixed positions, only the last one is copied, when the
-    request ends, because it continues all before it. Those leave host memory first.
+    Of the stores that a request makes at fixed positions, the last one is copied, when the request
+    ends, because it continues all before it, and the last one of its prompt, because the next
+    prompt may not repeat the answer. Those before leave host memory first.
 
     The scheduler decides which stores the workers' host memory holds, least recently used first
     out, so the workers report nothing about it. A request waits while its store is read from files;
@@ -179,7 +180,8 @@ class TieredStores(PublishedStores):
             # It may have waited for another store before.
             for key in state.chain.keys:
                 self.reads.request_finished(state.request_id, key.name)
-            self._save_turn(state, state.chain)
+            if state.last_store is not None:
+                self._save_link(state, state.chain, state.last_store)
             return False
         store = state.base_store
         if store is None or not store.written or not hands_over(state.request.kv_transfer_params):
@@ -242,17 +244,25 @@ class TieredStores(PublishedStores):
                 self._drop(store)
         return derived if lost else []
 
-    def _save_turn(self, state: RequestState, chain: Chain) -> None:
-        """Copy the last store of a request that ends. It replaces the ones before it, which leave
-        host memory first."""
-        store = state.last_store
-        if store is None or state.request.lora_request is not None or not store.intact:
+    def extends(self, state: RequestState, end: int) -> None:
+        store, prompt_end = state.last_store, state.request.num_prompt_tokens
+        if state.chain is not None and store is not None and store.key.point <= prompt_end < end:
+            self._save_link(state, state.chain, store)
+
+    def _save_link(self, state: RequestState, chain: Chain, store: PublishedStore) -> None:
+        """Copy the last store of a prompt or of a request before the blocks change.
+
+        It continues the ones before it, which leave host memory first, except for the last one of
+        the prompt: the next prompt may not repeat the answer.
+        """
+        if state.request.lora_request is not None or not store.intact:
             return
         if any(s is not None and self._unconfirmed(s) for s in (store, state.reused_store)):
             # It is not known whether all ranks can load what it depends on.
             return
         name = store.key.name
-        for key in reversed(chain.keys[: chain.before(store.key.point)]):
+        of_prompt = max(0, chain.before(state.request.num_prompt_tokens + 1) - 1)
+        for key in reversed(chain.keys[: min(chain.before(store.key.point), of_prompt)]):
             if key.name in self._kept:
                 self._kept.move_to_end(key.name, last=False)
         write = self.reads.files is not None and not store.written

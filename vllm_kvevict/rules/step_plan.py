@@ -130,7 +130,7 @@ class StepPlan:
         loads: Stores to copy into the KV cache before the forward pass.
         saves: Stores to copy out of the KV cache after the evictions, which make them.
         saves_first: Stores to copy out of the KV cache before the ``loads`` and the forward pass,
-            because their requests have ended, and the step may hand out their blocks.
+            because the step may hand out their blocks or evict into them.
         forgotten: Names of stores that host memory no longer holds; removed before the saves.
         weigh: Number of a reset of the prefix cache, or 0. The workers then compute a checksum of
             their weights before the ``loads``, and use files of stores of these weights from then
