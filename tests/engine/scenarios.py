@@ -171,6 +171,9 @@ def conversing(scenario: Scenario) -> Scenario:
         audit=0.0, blocks=max(30, scenario.setup.blocks),
         disk=(None, None, 0.0, 0.1, 0.4)[seed % 5],
     )  # fmt: skip
+    if setup.second_budget is not None:
+        # Layers of a server share one mean budget, so all groups evict at the same positions.
+        setup = replace(setup, second_budget=None, pyramid=2, shares=(1.8937, 0.1063))
     twice = 2 * -(-setup.every // setup.block_size) * setup.block_size
     every_second = Wish(None, None, None, 0, None, False, every=twice)
     events: list[tuple[Any, ...]] = []
