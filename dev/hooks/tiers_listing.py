@@ -37,6 +37,14 @@ TIER_HOOKS = {
         """,
         "vllm.utils.gpu_sync_debug": "gpu_sync_allowed",
     },
+    "worker/failed_loads.py": {
+        "vllm.distributed.kv_transfer.kv_connector.v1.base": """
+            KVConnectorBase_V1.start_load_kv(forward_context)
+            KVConnectorBase_V1.wait_for_save KVConnectorBase_V1.get_block_ids_with_load_errors
+            KVConnectorBase_V1._get_connector_metadata
+        """,
+        "vllm.v1.core.sched.output": "SchedulerOutput.has_sync_kv_loads",
+    },
     "engine/remote_prefill.py": {
         "vllm.distributed.kv_transfer.kv_connector.v1.base": """
             KVConnectorBase_V1.get_num_new_matched_tokens(request,num_computed_tokens)

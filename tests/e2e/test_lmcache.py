@@ -150,18 +150,18 @@ def test_a_load_that_fails_ends_its_request_alone(oracle, caching, monkeypatch):
     """The prompt has evicted in the step that should have loaded it."""
     from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
 
+    def failed(self):
+        spoiled = caching.copies.made.spoiled
+        now = set(spoiled)
+        spoiled.clear()
+        return now
+
+    monkeypatch.setattr(LMCacheConnectorV1, "get_block_ids_with_load_errors", failed)
     with caching.start() as run:
         free, made = run.free_blocks(), caching.copies.made
         run.generate(PROMPTS, NEW_TOKENS)
         lose(run)
         made.spoil = {made.loaded + 2}
-
-        def failed(self):
-            now = set(made.spoiled)
-            made.spoiled.clear()
-            return now
-
-        monkeypatch.setattr(LMCacheConnectorV1, "get_block_ids_with_load_errors", failed)
         outputs = run.generate(PROMPTS, NEW_TOKENS)
         assert sorted(map(len, outputs)) == [0, NEW_TOKENS, NEW_TOKENS]
         for text, output, lives in zip(PROMPTS, outputs, run.lives(), strict=True):
@@ -265,10 +265,45 @@ def test_a_look_up_that_is_longer_than_what_is_loaded(oracle, caching, chunk):
         check(run, oracle, texts, run.generate(texts, NEW_TOKENS))
 
 
+@pytest.mark.parametrize("asked", [{}, NEVER], ids=["evicts", "never evicts"])
+def test_nothing_is_saved_that_was_computed_over_a_load_that_failed(oracle, caching, asked):
+    """LMCache itself saves the chunks of the step whose load failed, of the request that loads and
+    of one that hits its blocks, and answers later requests from them."""
+    document = PROMPTS[0][:200]
+    texts = [document + random_prompt(100 + 40 * i, seed=430 + i) for i in range(2)]
+    with caching.start() as run:
+        free, made = run.free_blocks(), caching.copies.made
+        run.generate([document], 1)
+        saved = made.saved
+        lose(run)
+        cache, keys, memory = of_lmcache(document)
+        retrieve = cache.retrieve
+
+        def late(tokens, *args, **kwargs):
+            memory.remove(keys[-1])
+            return retrieve(tokens, *args, **kwargs)
+
+        cache.retrieve = late
+        outputs = run.generate([*texts, PROMPTS[1]], NEW_TOKENS, [asked] * 3)
+        cache.retrieve = retrieve
+        assert list(map(len, outputs)) == [0, 0, NEW_TOKENS]
+        found = made.saved - saved
+        assert found >= len(PROMPTS[1]) // BLOCK, "what was computed over no loss is saved"
+        for text in texts:
+            _, keys, memory = of_lmcache(text)
+            assert not any(memory.contains(key) for key in keys[5:])
+        for _ in range(2):
+            lose(run)
+            again = run.generate(texts, NEW_TOKENS, [asked] * 2)
+            check(run, oracle, texts, again)
+        assert made.loaded > 5 and run.free_blocks() == free
+
+
 @pytest.mark.parametrize(
-    "name", ["enable_async_loading", "enable_blending", "enable_pd", "use_layerwise"]
+    "name",
+    ["enable_async_loading", "enable_blending", "enable_pd", "use_layerwise", "save_unfull_chunk"],
 )
-def test_untested_settings_are_refused(name, caching):
+def test_settings_that_are_not_supported_are_refused(name, caching):
     from lmcache.v1.config import LMCacheEngineConfig
 
     assert hasattr(LMCacheEngineConfig.from_defaults(), name)
@@ -277,6 +312,15 @@ def test_untested_settings_are_refused(name, caching):
     setattr(connector._lmcache_engine.config, name, True)
     with pytest.raises(ValueError, match=f"support {name} of LMCache, because"):
         _check_lmcache(connector)
+
+
+def test_a_server_does_not_start_with_such_a_setting(caching, monkeypatch):
+    monkeypatch.setenv("LMCACHE_SAVE_UNFULL_CHUNK", "True")
+    with (
+        pytest.raises(ValueError, match="support save_unfull_chunk of LMCache, because LMCache"),
+        caching.start(),
+    ):
+        pytest.fail("it started")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.outputs import KVConnectorOutput
 
+from vllm_kvevict.worker.failed_loads import BlocksNotLoaded
+
 LOST = -1
 """Content of a slot that was not loaded, or that was computed over one. No hash has this value."""
 
@@ -141,6 +143,9 @@ class ShadowSaving:
         self.lost: set[int] = set()
         """Blocks that the last step reported."""
         self.loading = False
+        self.not_loaded = BlocksNotLoaded()
+        self.unsaved = self.unsaved_ahead = 0
+        """Saves that were left out in the step of a load that failed, and after it."""
 
     def _draw(self, start: int, end: int) -> int:
         return self.rng.randrange(start, end) if self.rng.random() < 0.2 else end
@@ -161,6 +166,7 @@ class ShadowSaving:
             content = self.content(load.request_id)
             for blocks in load.blocks:
                 self._load(blocks, content, load.start, load.end, lost)
+        self.not_loaded.add(self.lost)
 
     def _load(self, blocks: list[int], content: list[int], start: int, end: int, lost: int) -> None:
         size = self.block_size
@@ -173,19 +179,29 @@ class ShadowSaving:
             self.memory[block] = list(slots)
 
     def save(self, spans: Spans) -> None:
-        """Save what the step computed; LMCache saves no more than what is right if it can tell."""
+        """Save what the step computed, right or wrong, but for what the worker leaves out."""
         for save in spans.saves:
             content, size = self.content(save.request_id), self.block_size
+            if self.not_loaded.any_in(
+                b for table in save.blocks for b in table[: save.end // size]
+            ):
+                self.unsaved += 1
+                self.unsaved_ahead += not self.lost
+                continue
             for first in range(save.start, save.end, size):
                 found = [self.memory[blocks[first // size]] for blocks in save.blocks]
-                if any(LOST in slots for slots in found):
-                    break
+                assert not any(LOST in slots for slots in found), (
+                    f"{save.request_id} saves token {first}, which was computed over a lost block"
+                )
                 expected = content[first : first + size]
                 assert all(slots == expected for slots in found), (
                     f"{save.request_id} saves token {first}, which depends on an eviction"
                 )
                 self.saved.add(expected[-1])
                 self.saves += 1
+
+    def tally(self) -> dict[str, int]:
+        return dict(saved=self.saves, unsaved=self.unsaved, unsaved_ahead=self.unsaved_ahead)
 
     def after(self) -> KVConnectorOutput:
         """What a step reports."""

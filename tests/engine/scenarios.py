@@ -465,7 +465,7 @@ class Day:
             "remote_loads": remote.loads if remote else 0,
             "remote_failures": remote.failures if remote else 0,
             "filled": remote.filled if remote else 0,
-            "saved": remote.saves if isinstance(remote, ShadowSaving) else 0,
+            **(remote.tally() if isinstance(remote, ShadowSaving) else {}),
             "files_hung": disk.hung if disk else 0,
             "files_failed": disk.failed if disk else 0,
             "files_damaged": disk.damaged if disk else 0,

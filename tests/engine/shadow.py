@@ -159,6 +159,8 @@ class ShadowWorker:
             loads, stores = output.kv_connector_metadata.metadata
             # Before any load is posted.
             self.offload.before(stores)
+        if isinstance(self.remote, ShadowSaving):
+            self.remote.not_loaded.begin_step(output)
         if self.remote is not None:
             self.remote.begin(loads)
         # The forward pass comes later in the stream than the evictions of the step before.

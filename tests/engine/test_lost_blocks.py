@@ -118,6 +118,39 @@ def test_another_request_hits_what_was_lost_and_evicts_inside_its_prompt():
     ask_again(core)
 
 
+@BOTH
+@pytest.mark.parametrize("asked", [None, {"kv_eviction": "none"}], ids=["evicts", "never evicts"])
+def test_nothing_is_saved_that_was_computed_over_what_was_lost(setup, asked):
+    """LMCache saves what it is told to, and answers later requests from it.
+
+    The request that loads computes the rest of its prompt in two steps, and in the second another
+    one hits its blocks. A bystander is saved in both, and after the report all are.
+    """
+    core = losing(setup, 96)
+    remote = core.worker.remote
+    assert isinstance(remote, ShadowSaving)
+    loading = add(core, PROMPT, asked=asked)
+    core.schedule()
+    bystander = add(core, tokens(16, 5), asked=asked)
+    hits = add(core, PROMPT[:96] + tokens(30, 3), asked=asked)
+    if setup.asynchronous:
+        # Planned before the report.
+        output = core.schedule()
+        assert hit(output, hits) == 96 and output.num_scheduled_tokens[loading.request_id]
+    core.process()
+    assert remote.unsaved == 1 and not remote.unsaved_ahead
+    known = set(remote.saved)
+    core.settle()
+    assert remote.unsaved_ahead == (2 if setup.asynchronous else 0)
+    if setup.asynchronous:
+        assert ended(loading, hits) and len(remote.saved) > len(known), "the bystander is saved"
+    saves = remote.saves
+    again = add(core, PROMPT + tokens(30, 6), asked=asked)
+    core.finish()
+    assert again.num_output_tokens == bystander.num_output_tokens == 20
+    assert remote.unsaved_ahead <= 2 and remote.saves > saves
+
+
 @pytest.mark.parametrize("window", [8, 4])
 @pytest.mark.parametrize("aborts", [False, True], ids=["maker stays", "maker leaves"])
 def test_a_store_that_was_made_of_what_was_lost(aborts, window):

@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -18,16 +19,19 @@ from vllm_kvevict.engine.lost_blocks import LoadsInFlight, Trace
 from vllm_kvevict.engine.offload import OffloadGuard
 from vllm_kvevict.engine.remote_prefill import RemotePrefill
 from vllm_kvevict.engine.scheduler import EvictingScheduler
+from vllm_kvevict.rules.step_plan import STEPS_AHEAD
+from vllm_kvevict.worker.failed_loads import BlocksNotLoaded
 
 SEEN = (
     "remote_loads", "remote_failures", "filled", "evictions", "preemptions", "aborts", "resets",
     "prefix_hits", "taken", "evictions_at_point", "evictions_inside", "offload_loads",
-    "saved", "lost", "lost_left",
+    "saved", "unsaved", "lost", "lost_left",
 )  # fmt: skip
 LOST = ("lost_prefill", "lost_quiet", "lost_near", "lost_evicting", "lost_evicting_ahead",
-        "lost_ahead")  # fmt: skip
+        "lost_ahead", "unsaved_ahead")  # fmt: skip
 """Requests that a failed load ended: by phase, while an eviction of the reported step or of one
-planned ahead was in flight, and those that were admitted in a step planned ahead."""
+planned ahead was in flight, and those that were admitted in a step planned ahead. At last, saves
+that were left out in such a step."""
 WRONG = "overwritten or never computed|holds something else"
 NIXL = Setup(connector="NixlConnector", blocks=80)
 PROMPT = [2 + number % 700 for number in range(195)]
@@ -81,6 +85,21 @@ def saves(scenario: Scenario) -> None:
 def test_accounting_catches_a_search_that_leaves_something_out(name, part, monkeypatch):
     monkeypatch.setattr(LoadsInFlight, name, part)
     assert days.hunt(saves, "goes on after its load failed|holds something else")
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_accounting_catches_that_a_failed_load_is_forgotten_too_early(steps, monkeypatch):
+    """With the step, or not even noticed."""
+    begin = BlocksNotLoaded.begin_step
+
+    def begin_step(self, output):
+        begin(self, SimpleNamespace(**{STEPS_AHEAD: 0}))
+
+    if steps:
+        monkeypatch.setattr(BlocksNotLoaded, "begin_step", begin_step)
+    else:
+        monkeypatch.setattr(BlocksNotLoaded, "add", lambda *_: None)
+    assert days.hunt(saves, "was computed over a lost block")
 
 
 def pulls(scenario: Scenario) -> None:

@@ -75,6 +75,10 @@ class LoadsInFlight:
         self._core = core
         self._steps: deque[Step] = deque()
 
+    def __len__(self) -> int:
+        """Return the number of steps that were scheduled and not processed."""
+        return len(self._steps)
+
     def scheduled(self, output: "SchedulerOutput") -> None:
         """Record that a step was scheduled."""
         self._steps.append(Step(output))

@@ -28,6 +28,7 @@ from vllm_kvevict.engine.blocks import EvictionCore
 from vllm_kvevict.engine.lost_blocks import LoadsInFlight
 from vllm_kvevict.engine.part import Part
 from vllm_kvevict.engine.stores import PublishedStores
+from vllm_kvevict.rules.step_plan import STEPS_AHEAD
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -35,8 +36,21 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-LMCACHE_REFUSED = ("enable_async_loading", "enable_blending", "enable_pd", "use_layerwise")
-"""Settings of LMCache that were not tested together with eviction."""
+UNTRIED = "this has not been tested"
+
+LMCACHE_REFUSED = {
+    "enable_async_loading": UNTRIED,
+    "enable_blending": UNTRIED,
+    "enable_pd": UNTRIED,
+    "use_layerwise": UNTRIED,
+    "save_unfull_chunk": "LMCache does not report every such chunk that it could not load",
+}
+"""Settings of LMCache that cannot be used together with eviction, and why.
+
+After a hit of h tokens, LMCache loads from the chunk that contains token h on, and reports a load
+that brought fewer than n - h tokens, for n tokens that it has. If only the last chunk is missing
+and shorter than the hit reaches into the first one, the others bring enough.
+"""
 
 
 class RemotePrefill(Part):
@@ -125,6 +139,12 @@ class RemotePrefill(Part):
         if state is not None and state.evicts:
             request.num_computed_tokens = min(request.num_computed_tokens, state.load_cap)
 
+    def scheduled(self, scheduler_output: "SchedulerOutput") -> None:
+        """Record that a step was scheduled, and tell the workers how many it does not know of."""
+        if self.saves:
+            setattr(scheduler_output, STEPS_AHEAD, len(self.loads))
+        self.loads.scheduled(scheduler_output)
+
     def lost(self, invalid_block_ids: set[int]) -> set[str]:
         """Return the requests that must end because blocks could not be loaded.
 
@@ -194,11 +214,11 @@ class RemotePrefill(Part):
 def _check_lmcache(connector: Any) -> None:
     """Refuse settings that LMCache reads from its own file or environment variables."""
     settings = getattr(connector._lmcache_engine, "config", None)
-    for name in LMCACHE_REFUSED:
+    for name, why in LMCACHE_REFUSED.items():
         if getattr(settings, name, False):
             raise ValueError(
-                f"KV eviction does not support {name} of LMCache, because this has not been "
-                "tested; remove it from LMCache's configuration."
+                f"KV eviction does not support {name} of LMCache, because {why}; remove it from "
+                "LMCache's configuration."
             )
 
 

@@ -228,7 +228,7 @@ class EvictingScheduler(Scheduler):
             part.plan(plan, tokens)
         super()._update_after_schedule(scheduler_output)
         if self._remote is not None:
-            self._remote.loads.scheduled(scheduler_output)
+            self._remote.scheduled(scheduler_output)
         if plan:
             setattr(scheduler_output, PLAN, plan)
 

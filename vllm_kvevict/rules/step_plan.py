@@ -8,6 +8,10 @@ from typing import Self
 PLAN = "kv_eviction_plan"
 """Attribute of vLLM's ``SchedulerOutput`` that carries the :class:`StepPlan`."""
 
+STEPS_AHEAD = "kv_eviction_steps_ahead"
+"""Attribute of vLLM's ``SchedulerOutput`` with the number of earlier steps that were not processed
+when it was planned, if a connector saves what requests compute."""
+
 
 @dataclass
 class GroupEviction:

@@ -24,7 +24,7 @@ from vllm_kvevict.cache.spec import EvictableAttentionSpec, is_evictable
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.cache.token_stats import TokenStats
 from vllm_kvevict.config.config import EvictionConfig
-from vllm_kvevict.config.connectors import NIXL, connector_names, connectors_of
+from vllm_kvevict.config.connectors import LMCACHE, NIXL, connector_names, connectors_of
 from vllm_kvevict.config.memory_budget import evictable_stages, kv_cache_bytes
 from vllm_kvevict.config.names import CONFIG_KEY
 from vllm_kvevict.config.probe_weights import read
@@ -39,6 +39,7 @@ from vllm_kvevict.stores.weights import weights_in_memory
 from vllm_kvevict.worker.checks import check_layer, check_specs
 from vllm_kvevict.worker.comparison import Comparison
 from vllm_kvevict.worker.eviction import WorkerEviction
+from vllm_kvevict.worker.failed_loads import FailedLoads
 from vllm_kvevict.worker.fused import FusedEvictions
 from vllm_kvevict.worker.head_shares import by_group
 from vllm_kvevict.worker.load_fence import LoadFence
@@ -68,6 +69,7 @@ class EvictionWorkerMixin(Worker, ABC):
         self._rings: ObservationRings | None = None
         self._workspace: Workspace | None = None
         self._asleep: HostCopies | None = None
+        self._failed_loads: FailedLoads | None = None
         register_spec()
         self._register_backend()
 
@@ -256,10 +258,12 @@ class EvictionWorkerMixin(Worker, ABC):
             )
         self._bind(self.kv_eviction)
         names = connector_names(self.vllm_config.kv_transfer_config)
-        if self.device.type == "cuda" and any(name in NIXL for name in names):
-            connectors = zip(names, connectors_of(get_kv_transfer_group()), strict=True)
-            (nixl,) = (connector for name, connector in connectors if name in NIXL)
-            self.kv_eviction.fence = LoadFence(nixl)
+        connectors = connectors_of(get_kv_transfer_group()) if names else []
+        for name, connector in zip(names, connectors, strict=True):
+            if name in NIXL and self.device.type == "cuda":
+                self.kv_eviction.fence = LoadFence(connector)
+            if name == LMCACHE:
+                self._failed_loads = FailedLoads(connector, self.cache_config.block_size)
         logger.info(
             "KV eviction memory on this rank: %d bytes of observation rings, %d bytes of tables, "
             "%d bytes of floats of cached tokens",
@@ -475,6 +479,8 @@ class EvictionWorkerMixin(Worker, ABC):
         blocks that the step was planned with.
         """
         assert self.kv_eviction is not None
+        if self._failed_loads is not None:
+            self._failed_loads.begin_step(scheduler_output)
         self.kv_eviction.begin_step(scheduler_output)
         done = False
         try:

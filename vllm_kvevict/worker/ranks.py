@@ -44,6 +44,19 @@ def on_all_ranks(conditions: list[bool]) -> list[bool]:
     return [bool(value) for value in held]
 
 
+def union_of_ranks(values: set[int]) -> set[int]:
+    """Return what any tensor-parallel rank has; every rank must call it.
+
+    The result is exchanged on the host, so the device is not waited for.
+    """
+    size = get_tensor_model_parallel_world_size()
+    if size == 1:
+        return values
+    found: list[set[int]] = [set()] * size
+    torch.distributed.all_gather_object(found, values, group=get_tp_group().cpu_group)
+    return set().union(*found)
+
+
 def first_head(num_heads: int) -> int:
     """Return the index of this rank's first KV head in its layer, for ``num_heads`` heads per rank.
 
