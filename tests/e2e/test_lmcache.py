@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
+from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.triton_utils import dispatcher
 
@@ -185,6 +186,68 @@ def test_a_load_is_whole_if_its_step_is_short(oracle, caching, chunk):
         assert sum(counts) <= 3 * (NEW_TOKENS - 1 + 2 * BLOCK), "prompts were loaded"
         assert [lives[0].evictions[0].n for lives in run.lives()] == list(map(len, texts))
         assert run.free_blocks() == free
+
+
+@pytest.mark.parametrize("chunk", [BLOCK, 64])
+def test_answers_are_saved_until_the_first_eviction_in_short_steps(oracle, caching, chunk):
+    """``LMCACHE_SAVE_DECODE_CACHE`` while prompts are computed in parts (LMCache#2327).
+
+    The first request evicts within its answer, the second never, and the third has not by then.
+    """
+    texts = [random_prompt(n, seed=440 + n) for n in (120, 333, 50)]
+    asked = [{}, NEVER, {}]
+    with caching.start(chunk, max_num_batched_tokens=40, max_num_seqs=8) as run:
+        free, made = run.free_blocks(), caching.copies.made
+        outputs = run.generate(texts, NEW_TOKENS, asked)
+        check(run, oracle, texts, outputs)
+        first, never, later = [life.evictions for (life,) in run.lives()]
+        assert first and not never and not later
+        # The last token was never computed, and after an eviction nothing is saved.
+        ends = [first[0].n, *(len(text) + NEW_TOKENS - 1 for text in texts[1:])]
+        assert len(texts[0]) < ends[0]
+        assert made.saved == sum(end // chunk for end in ends)
+        lose(run)
+        longer = [text + output + [5] for text, output in zip(texts, outputs, strict=True)]
+        counts = computed(run)
+        check(run, oracle, longer, run.generate(longer, 6, [NEVER] * 3))
+        rest = [len(text) - end // chunk * chunk for text, end in zip(longer, ends, strict=True)]
+        assert sum(counts) == sum(rest) + 3 * 5, "answers were loaded"
+        assert run.free_blocks() == free
+
+
+def test_logprobs_of_a_prompt_that_lmcache_has(tiny_model, oracle, caching):
+    """A load brings no logits, so the whole prompt is computed (vllm#57269)."""
+
+    def asked(llm):
+        params = SamplingParams(
+            temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, prompt_logprobs=1
+        )
+        outputs = llm.generate([dict(prompt_token_ids=text) for text in PROMPTS], params)
+        return [list(one.outputs[0].token_ids) for one in outputs], [
+            [one.prompt_logprobs[i][text[i]].logprob for i in range(1, len(text))]
+            for one, text in zip(outputs, PROMPTS, strict=True)
+        ]
+
+    with engine(tiny_model, None, **OPTIONS) as stock:
+        _, expected = asked(stock)
+    with caching.start() as run:
+        free, made = run.free_blocks(), caching.copies.made
+        run.generate([text[:200] for text in PROMPTS], 1)
+        lose(run)
+        counts = computed(run)
+        run.recorder.lives.clear()
+        outputs, found = asked(run.llm)
+        check(run, oracle, PROMPTS, outputs)
+        assert all(life.evictions for (life,) in run.lives())
+        assert not made.loaded
+        assert sum(counts) == sum(map(len, PROMPTS)) + 3 * (NEW_TOKENS - 1)
+        for one, other in zip(found, expected, strict=True):
+            assert one == pytest.approx(other, abs=1e-4)
+        assert run.free_blocks() == free
+        # Afterwards the same prompts are loaded.
+        lose(run)
+        check(run, oracle, PROMPTS, run.generate(PROMPTS, NEW_TOKENS))
+        assert made.loaded == sum(len(text) // BLOCK for text in PROMPTS)
 
 
 def test_hits_that_end_inside_a_chunk(oracle, caching):
