@@ -181,7 +181,7 @@ def started(mark: str) -> list[psutil.Process]:
 def test_a_first_start_ends_before_the_measurement(tmp_path, script, number, alone):
     command = Command([sys.executable, "-c", script], tmp_path / "log")
     command.wait_for("READY")
-    assert "calibrated" not in command.interrupt(number, alone, timeout_s=25)
+    assert "calibrated" not in command.interrupt(number, alone)
     assert command.process.returncode in (-number, 128 + number)
 
 
