@@ -3,9 +3,11 @@
 Setup as in ``test_chains``: evictions at 72, 104, 136 and so on, of which each store has 4 blocks.
 """
 
+import sys
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest.mock import Mock
 
@@ -269,3 +271,56 @@ def test_a_file_system_that_hangs_is_waited_for_for_a_limited_time(tmp_path, mon
         assert turn.num_computed_tokens > 0
         core.abort(turn)
         core.settle()
+
+
+def lines(core: Engine, steps: int) -> int:
+    """Lines that the searches of conversations run in a step, at most."""
+    most = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal ran
+        if frame.f_code.co_filename != chain_searches.__file__:
+            return None
+        ran += event == "line"
+        return trace
+
+    for _ in range(steps):
+        ran, former = 0, sys.gettrace()
+        sys.settrace(trace)
+        try:
+            core.step()
+        finally:
+            sys.settrace(former)
+        most = max(most, ran)
+    return most
+
+
+@BOTH
+def test_a_step_does_nothing_for_conversations_whose_searches_go_on_or_have_ended(
+    setup, tmp_path, monkeypatch
+):
+    """They wait for files, and later for a pool that a stream holds."""
+    count = 60
+    for module in (chain_searches, store_reads, tiered_stores):
+        monkeypatch.setattr(module, "monotonic", lambda: 1000.0)
+    core, searches = serve(tmp_path, setup), list[Future[Any]]()
+
+    def submit(*_: Any) -> Future[Any]:
+        searches.append(Future())
+        return searches[-1]
+
+    core.scheduler._stores.reads.threads = Mock(submit=submit)
+    asked = [core.add(tokens(150, seed), 4) for seed in range(count)]
+    core.step()
+    core.settle()
+    assert len(searches) == count and not any(one.num_computed_tokens for one in asked)
+    assert lines(core, 20) < count / 2, "they go on"
+    core.hold(0)
+    for search in searches:
+        search.set_running_or_notify_cancel()
+        search.set_result(set())
+    assert lines(core, 1) > count, "each one's end is noticed once"
+    assert lines(core, 20) < count / 2, "they have ended"
+    core.release()
+    core.finish()
+    assert all(one.num_output_tokens == 4 for one in asked)

@@ -2,12 +2,15 @@
 
 A conversation that returns knows the names of all its stores, but not which of them were written.
 One search on a thread covers them all. The scheduler's thread never accesses a file, and a request
-waits for its search no longer than :data:`~vllm_kvevict.engine.store_reads.READ_TIMEOUT_S`.
+waits for its search no longer than :data:`~vllm_kvevict.engine.store_reads.READ_TIMEOUT_S`. A step
+does nothing for a search that goes on, or that has ended before.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 
 from vllm_kvevict.engine.store_reads import READ_TIMEOUT_S, StoreReads
@@ -66,6 +69,10 @@ class ChainSearches:
         self._reads = reads
         self._ranks = ranks
         self._searches: dict[str, Search] = {}
+        self._done: deque[Search] = deque()
+        """Searches whose threads have ended since the last step. Threads append to it."""
+        self._late: deque[Search] = deque()
+        """Searches in the order of ``until``, also ended ones until they come to the front."""
         self._changed: dict[ShareKey, None] = {}
 
     def found(self, request_id: str, keys: Sequence[ShareKey]) -> list[ShareKey] | None:
@@ -87,6 +94,8 @@ class ChainSearches:
             until = now + READ_TIMEOUT_S
             future = reads.threads.submit(_present, reads.files, keys, self._ranks, until)
             search = self._searches[request_id] = Search(keys, until, future)
+            self._late.append(search)
+            future.add_done_callback(partial(self._ended, search))
         if not search.over(now):
             return None
         if not search.future.done() or search.future.cancelled() or search.future.exception():
@@ -100,11 +109,10 @@ class ChainSearches:
 
     def ready(self) -> list[ShareKey]:
         """Return the first keys of the searches that have ended since the last call."""
-        if self._searches:
-            now = monotonic()
-            for search in self._searches.values():
-                if not search.announced and search.over(now):
-                    self._end(search)
+        while self._done:
+            self._end(self._done.popleft())
+        while self._late and (self._late[0].announced or monotonic() >= self._late[0].until):
+            self._end(self._late.popleft())
         changed = list(self._changed)
         self._changed.clear()
         return changed
@@ -120,6 +128,9 @@ class ChainSearches:
         for search in self._searches.values():
             self._end(search)
         self._searches.clear()
+
+    def _ended(self, search: Search, _: "Future[set[str]]") -> None:
+        self._done.append(search)
 
     def _end(self, search: Search) -> None:
         """Stop waiting for a search; a thread that is still at it may hang."""
