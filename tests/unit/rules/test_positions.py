@@ -9,7 +9,7 @@ from tests.unit.rules.replay import sufficient_blocks
 from tests.unit.rules.test_rule import PROFILE
 from vllm_kvevict.rules.ceiling import max_blocks_ever
 from vllm_kvevict.rules.layers import by_layer
-from vllm_kvevict.rules.positions import FixedPositions
+from vllm_kvevict.rules.positions import MAX_RULES, FixedPositions, fixed_positions
 from vllm_kvevict.rules.progress import EvictionProgress
 from vllm_kvevict.rules.rule import EvictionRule, blocks_for
 
@@ -135,3 +135,32 @@ def test_a_progress_after_a_position_is_one_that_evicted_there(rule, prompt, mor
     after = FixedPositions({0: rule}).progress_after(0, end, start, prompt + more)
     assert after == fresh
     assert walk(after, 1500) == walk(fresh, 1500)
+
+
+def test_a_request_with_rules_of_its_own_pays_for_its_own_tokens(monkeypatch):
+    """Clients who give every request another budget, number and protected tokens."""
+    asked, gain = 0, EvictionProgress.gain
+
+    def counted(self, *args):
+        nonlocal asked
+        asked += 1
+        return gain(self, *args)
+
+    monkeypatch.setattr(EvictionProgress, "gain", counted)
+    groups = 8
+    for number in range(3 * MAX_RULES):
+        rule = EvictionRule(
+            16, 32, 128, every=128 + 16 * (number % 5), protect_first=number,
+            budget_tokens=256 + number,
+        )  # fmt: skip
+        rules = {group: replace(rule, budget_tokens=256 + group) for group in range(groups)}
+        of_request = fixed_positions(rules)
+        for n in (0, 300, 2000, 9000):
+            asked = 0
+            of_request.up_to(n)
+            of_request.sufficient_blocks(0, n)
+            assert asked <= groups * (n // rule.prefill_stride), "at most once in each interval"
+        assert asked > groups, "none of them had been asked for"
+        asked, now = 0, EvictionProgress(rules[0], 9000, 9000, max_length=9100)
+        of_request.progress_after(0, 8000, now, 9000)
+        assert not asked
