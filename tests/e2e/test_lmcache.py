@@ -194,17 +194,18 @@ def test_answers_are_saved_until_the_first_eviction_in_short_steps(oracle, cachi
 
     The first request evicts within its answer, the second never, and the third has not by then.
     """
-    texts = [random_prompt(n, seed=440 + n) for n in (120, 333, 50)]
-    asked = [{}, NEVER, {}]
+    texts = [random_prompt(n, seed=440 + n) for n in (120, 333, 20)]
+    asked, new_tokens = [{}, NEVER, {}], 100
     with caching.start(chunk, max_num_batched_tokens=40, max_num_seqs=8) as run:
         free, made = run.free_blocks(), caching.copies.made
-        outputs = run.generate(texts, NEW_TOKENS, asked)
+        outputs = run.generate(texts, new_tokens, asked)
         check(run, oracle, texts, outputs)
         first, never, later = [life.evictions for (life,) in run.lives()]
         assert first and not never and not later
         # The last token was never computed, and after an eviction nothing is saved.
-        ends = [first[0].n, *(len(text) + NEW_TOKENS - 1 for text in texts[1:])]
+        ends = [first[0].n, *(len(text) + new_tokens - 1 for text in texts[1:])]
         assert len(texts[0]) < ends[0]
+        assert ends[0] // chunk < (len(texts[0]) + new_tokens - 1) // chunk
         assert made.saved == sum(end // chunk for end in ends)
         lose(run)
         longer = [text + output + [5] for text, output in zip(texts, outputs, strict=True)]
