@@ -87,6 +87,7 @@ def test_accounting_catches_a_search_that_leaves_something_out(name, part, monke
     assert days.hunt(saves, "goes on after its load failed|holds something else")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("steps", [0, 1])
 def test_accounting_catches_that_a_failed_load_is_forgotten_too_early(steps, monkeypatch):
     """With the step, or not even noticed."""
