@@ -35,13 +35,6 @@ def lose(scheduler: Any, folder: Path, memory: bool) -> None:
         stores.kept_bytes -= size
 
 
-def exchanged(worker: Any) -> list[int]:
-    """Return what the ranks find that each have something of their own."""
-    from vllm_kvevict.worker.ranks import union_of_ranks
-
-    return sorted(union_of_ranks({7, worker.rank}))
-
-
 def main(model: Path, eviction: dict[str, Any], options: dict[str, Any], folder: str) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
@@ -101,7 +94,6 @@ def main(model: Path, eviction: dict[str, Any], options: dict[str, Any], folder:
             tokens=[list(output.outputs[0].token_ids) for output in outputs],
             counters={counter: after[counter] - before[counter] for counter in after},
         )
-    result["exchanged"] = llm.collective_rpc(exchanged)
     result["leaked"] = free - pool.get_num_free_blocks()
     llm.llm_engine.engine_core.shutdown()
     print("RESULT " + json.dumps(result))

@@ -123,7 +123,6 @@ def test_two_ranks(tiny_model_kv4, policy, tmp_path):
     else:
         assert together != alone, "an adaptive one does: two heads share it instead of four"
     check_audits(tiny_model_kv4, policy, result)
-    assert result["exchanged"] == [[0, 1, 7]] * 2
     if policy in SHARING:
         check_sharing(tiny_model_kv4, dict(policy=policy), result)
 
