@@ -18,7 +18,8 @@ ERROR = 200
 NOTES = """
 - Milliseconds are medians with the middle half of the repetitions, from a flushed L2.
 - `attention`: a CUDA graph of a step, lengths, plan and ring writes included, by its layers. The
-  verdict is that of the kernel that `auto` serves with (`served by`), at the worst budget.
+  verdict is that of the kernel that `auto` serves with (`served by`; the Triton kernel on an
+  H100), at the worst budget.
 - `eviction`: kernels one by one beside the whole pass. Among 8 ranks the pass has an eighth of the
   heads and sums nothing over ranks; its prefill is an eighth of one GPU's, without all-reduces.
 - A prefill is what the engine's clock says, from its scheduling to its first token.
