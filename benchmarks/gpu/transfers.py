@@ -31,9 +31,9 @@ class Call:
 
 
 QUEUE = (
-    Call("1_kernels", 180, (".gpu/one",)),
+    Call("1_kernels", 220, (".gpu/one",)),
     Call("2_admission", 230, (".gpu/two",)),
-    Call("3_models", 170, (".gpu/three",)),
+    Call("3_models", 130, (".gpu/three",)),
     Call("4_networks", 120),
 )
 
