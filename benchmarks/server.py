@@ -130,9 +130,10 @@ class Server:
 
     def metric(self, name: str) -> float:
         """Sum of a metric over its labels, from /metrics; 0 where it is missing."""
-        return _total(self._metrics(), name)
+        return total(self.metrics(), name)
 
-    def _metrics(self) -> str:
+    def metrics(self) -> str:
+        """All metrics, in Prometheus' text format."""
         with urllib.request.urlopen(self.url + "/metrics", timeout=10) as answer:
             return answer.read().decode()
 
@@ -154,9 +155,9 @@ class Server:
         Those of a request's evictions are there when the request has its last token.
         """
         with contextlib.suppress(OSError):
-            text = self._metrics()
+            text = self.metrics()
             found = {
-                name: _total(text, f"{PREFIX}{metric}_total")
+                name: total(text, f"{PREFIX}{metric}_total")
                 for name, (metric, _) in COUNTERS.items()
             }
             for kind, metric, labels in (
@@ -164,17 +165,17 @@ class Server:
                 ("postponed", "postponed_evictions", CAUSES),
             ):
                 for one in labels:
-                    value = _total(text, f"{PREFIX}{metric}_total", f'reason="{one}"')
+                    value = total(text, f"{PREFIX}{metric}_total", f'reason="{one}"')
                     found[f"{kind}_{one}"] = value
             for kind, (metric, _) in RESTORED.items():
                 for tier in TIERS:
-                    value = _total(text, f"{PREFIX}{metric}_total", f'tier="{tier}"')
+                    value = total(text, f"{PREFIX}{metric}_total", f'tier="{tier}"')
                     found[f"{kind}_{tier}"] = value
             self._totals = Counters(**{name: int(value) for name, value in found.items()})
         return self._totals.as_dict()
 
 
-def _total(text: str, name: str, label: str = "") -> float:
+def total(text: str, name: str, label: str = "") -> float:
     """Sum of a metric over its labels, of those samples alone that have ``label``."""
     labels = rf"\{{.*?{re.escape(label)}.*?\}}"
     pattern = re.compile(rf"^{re.escape(name)}(?:{labels})? (\S+)$", re.MULTILINE)

@@ -10,6 +10,7 @@ import argparse
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,8 +19,11 @@ from benchmarks.gpu.calls import flash_equal, flash_per_head, memory_efficient
 from benchmarks.gpu.clock import captured, copy_bandwidth, milliseconds, spread
 from benchmarks.gpu.heads import Step
 from benchmarks.gpu.part import Key, Part, add_options
-from vllm_kvevict.attention.scratch import Kernel, Scratch, Shape
+from vllm_kvevict.attention.choice import choose
+from vllm_kvevict.attention.scratch import Scratch, Shape
 from vllm_kvevict.attention.xformers.kernel import GATHERED
+from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.ops.fp8 import CACHE_DTYPES
 
 RESULTS = Path("benchmarks/results/gpu")
 BATCHES = (1, 16, 64, 256)
@@ -38,12 +42,20 @@ def floats(text: str) -> list[float]:
 
 def served(step: Step) -> str:
     """The kernel that a server runs under ``--kv-eviction-attention auto``."""
-    kernel: Kernel = "triton"
-    if step.device.type == "cuda":
-        from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
-
-        kernel = "flash" if get_flash_attn_version() in (3, 4) else "triton"
-    own = Scratch(kernel, step.shape, torch.device("meta")).by_slices(step.requests)
+    shape = step.shape
+    # What the rule asks of a server's configuration, for a model of these shapes.
+    model = SimpleNamespace(
+        dtype=step.dtype,
+        get_head_size=lambda: shape.head_size,
+        hf_text_config=SimpleNamespace(to_dict=dict, model_type="llama"),
+    )
+    server: Any = SimpleNamespace(
+        model_config=model,
+        cache_config=SimpleNamespace(cache_dtype=CACHE_DTYPES[0] if shape.fp8 else "auto"),
+        attention_config=SimpleNamespace(flash_attn_version=None),
+    )
+    kernel, _ = choose(server, EvictionConfig(policy="snapkv"))
+    own = Scratch(kernel, shape, torch.device("meta")).by_slices(step.requests)
     return TRITON if own else FLASH
 
 

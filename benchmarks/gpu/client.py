@@ -19,21 +19,30 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.server import Server
+from benchmarks.server import Server, total
+from vllm_kvevict.metrics.prometheus import CAUSES
 
 FIRST_WORD = 3
 TIMEOUT_S = 1800
 SPREAD = 0.8
 """Outputs have from 1 - SPREAD to 1 + SPREAD times the mean length."""
+PREEMPTIONS = "vllm:num_preemptions_total"
+WAITING = "vllm:num_requests_waiting_by_reason"
+POSTPONED = "vllm_kvevict:postponed_evictions_total"
 GAUGES = {
-    "running": "vllm:num_requests_running",
-    "waiting": "vllm:num_requests_waiting",
-    "used": "vllm:kv_cache_usage_perc",
-    "preemptions": "vllm:num_preemptions_total",
-    "evictions": "vllm_kvevict:evictions_total",
-    "postponed": "vllm_kvevict:postponed_evictions_total",
+    "running": ("vllm:num_requests_running", ""),
+    "waiting": ("vllm:num_requests_waiting", ""),
+    "used": ("vllm:kv_cache_usage_perc", ""),
+    "preemptions": (PREEMPTIONS, ""),
+    "evictions": ("vllm_kvevict:evictions_total", ""),
+    "skipped": ("vllm_kvevict:skipped_evictions_total", ""),
+    **{
+        f"waiting: {reason}": (WAITING, f'reason="{reason}"') for reason in ("capacity", "deferred")
+    },
+    **{f"postponed: {cause}": (POSTPONED, f'reason="{cause}"') for cause in CAUSES},
 }
-"""Metrics that are polled. They are the columns of the series, after the time in seconds."""
+"""Metrics that are polled, with the label that counts. They are the columns of the series, after
+the time in seconds."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +123,11 @@ async def _ask_all(server: Server, load: Load, vocab: int) -> list[Answer]:
         return await asyncio.gather(*(one(*pair) for pair in pairs))
 
 
+def polled(metrics: str) -> list[float]:
+    """The values of :data:`GAUGES`, 0 of what a server has not; all are of one moment."""
+    return [round(total(metrics, *gauge), 4) for gauge in GAUGES.values()]
+
+
 @contextmanager
 def _polled(server: Server, interval_s: float) -> Iterator[list[list[float]]]:
     """Rows of seconds and :data:`GAUGES`, polled while the context runs."""
@@ -125,10 +139,9 @@ def _polled(server: Server, interval_s: float) -> Iterator[list[list[float]]]:
         while not done.wait(interval_s):
             now = round(time.monotonic() - began, 2)
             try:
-                found = [round(server.metric(name), 4) for name in GAUGES.values()]
+                rows.append([now, *polled(server.metrics())])
             except (OSError, urllib.error.URLError):
                 continue
-            rows.append([now, *found])
 
     thread = threading.Thread(target=poll, daemon=True)
     thread.start()
@@ -206,9 +219,9 @@ def measure(server: Server, load: Load, vocab: int, interval_s: float = 0.25) ->
         RuntimeError: No request was answered.
 
     """
-    preempted = server.metric(GAUGES["preemptions"])
+    preempted = server.metric(PREEMPTIONS)
     with _polled(server, interval_s) as series:
         answers = asyncio.run(_ask_all(server, load, vocab))
     found = figures(answers, load.outputs(), series)
-    found["preemptions"] = server.metric(GAUGES["preemptions"]) - preempted
+    found["preemptions"] = server.metric(PREEMPTIONS) - preempted
     return found

@@ -7,6 +7,7 @@ random probes and a network.
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +42,7 @@ from vllm_kvevict.worker.gpu import interleaved
 from vllm_kvevict.worker.probes import LayerProbe, Probes
 
 PASS = "the worker's pass"
+WITHOUT_NETWORKS = "the pass without networks"
 
 
 class Pass:
@@ -102,8 +104,8 @@ class Pass:
             ),
         }
 
-    def worker(self, fused: bool) -> Callable[[], object]:
-        """The whole pass as the worker runs it, with or without the kernels."""
+    def worker(self, fused: bool, networks: bool = True) -> Callable[[], object]:
+        """The whole pass as the worker runs it, with or without the kernels and the networks."""
         args, names = self.args, [f"layer.{index}" for index in range(self.args.layers)]
         config = EvictionConfig(policy=args.policy, budget=args.budget, window=args.window)
         state = GroupState(
@@ -137,6 +139,7 @@ class Pass:
         if "probe" in args.policy:
             assert values is not None
             weights = random_probes(args.layers, args.heads, args.head_size)
+            weights = weights if networks else replace(weights, network=None)
             heads = list(range(args.heads))
             layers = {
                 name: LayerProbe.of(weights, depth, heads, channels, None, self.device)
@@ -179,6 +182,8 @@ def row(args: argparse.Namespace, policy: str, ranks: int, prompt: int) -> dict[
         runs[PASS] = case.worker(fused=True)
         # One by one the kernels are those of the policies that score like SnapKV.
         runs |= case.kernels() if "snapkv" in policy else {}
+        if "probe" in policy:
+            runs[WITHOUT_NETWORKS] = case.worker(fused=True, networks=False)
     runs["PyTorch pass"] = case.worker(fused=False)
     for name, run in runs.items():
         # It is shown, not judged, and may take seconds.

@@ -14,8 +14,8 @@ from benchmarks.gpu.clock import describe
 from benchmarks.provenance import UNKNOWN, provenance
 
 Key = dict[str, Any]
-WHERE = ("output", "scratch", "start", "until")
-"""Settings that say where and until when a part runs, not what it measures."""
+WHERE = ("output", "scratch", "start", "until", "together")
+"""Settings that say where, when and beside what idle server a part runs, not what it measures."""
 MOST_ERROR = 3000
 """Characters of an error, from its end."""
 

@@ -4,9 +4,12 @@
 # A part that fails does not stop the others, and one is not begun in the last 5 seconds.
 #
 #   OUT        folder that takes logs and results
-#   EARLIER    folder of result files that are continued, of the same commit and machine
+#   EARLIER    folder of result files of earlier calls (/tmp/kvevict-results on a held machine): those
+#              of the same commit and machine are continued, the report reads all of them, and each
+#              part adds its own
 #   SECONDS_   seconds after which the call has ended, instead of the call's own number
 #   SITE       folder with vLLM and this package's metadata (/tmp/kvevict-site), which "unpack" fills
+#   MOST       seconds that a part may take, if less than what is left: MOST=60 part NAME COMMAND
 #   DRY=1      writes each command to the log, quoted, instead of running it
 # shellcheck shell=bash
 set -uo pipefail
@@ -20,7 +23,7 @@ export OUT PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 export VLLM_USE_FLASHINFER_SAMPLER=${VLLM_USE_FLASHINFER_SAMPLER:-0}
 export SITE=${SITE:-/tmp/kvevict-site} PYTHON=${PYTHON:-python3}
 export PYTHONPATH=$PWD:$SITE${PYTHONPATH:+:$PYTHONPATH}
-[[ ${EARLIER:-} ]] && cp -n "$EARLIER"/*.json "$OUT/" 2>/dev/null
+export EARLIER=${EARLIER:-/tmp/kvevict-results}
 failed=()
 
 # begin SECONDS: of the whole call. A held machine keeps what an earlier call unpacked.
@@ -40,7 +43,7 @@ for archive in .gpu/one/*.tar.xz; do tar -x -I "xz -T0" -f "$archive" -C "$SITE"
 
 # part NAME COMMAND...: what the command leaves running ends with it.
 part() {
-    local name=$1 left begun status=0
+    local name=$1 left most begun status=0
     shift
     left=$((until - $(date +%s)))
     if ((left < 5)); then
@@ -48,6 +51,8 @@ part() {
         failed+=("$name")
         return
     fi
+    most=${MOST:-$left}
+    ((most < left)) && left=$most
     begun=$(date +%s)
     printf '== %s\n' "$name" >>"$OUT/$call.log"
     if [[ ${DRY:-} ]]; then
@@ -65,7 +70,12 @@ part() {
 measured() {
     local module=$1
     shift
+    [[ ${DRY:-} ]] || cp -n "$EARLIER/$module"{.json,-*.json} "$OUT/" 2>/dev/null
     part "$module" "$PYTHON" -m "benchmarks.gpu.$module" --until "$until" --output "$OUT/$module.json" "$@"
+    [[ ${DRY:-} ]] && return
+    mkdir -p "$EARLIER"
+    cp "$OUT/$module"{.json,-*.json} "$EARLIER/" 2>/dev/null
+    return 0
 }
 
 # At the end of a call: what failed or had no time.

@@ -1,6 +1,7 @@
-"""Predictions for an H100, made before anything ran there, compared with measurements.
+"""Predictions for an H100, made before a run there, compared with measurements.
 
-The predictions come from a reading of the code at commit 862b6e1 and from a simulation of queues.
+:data:`PREDICTIONS` come from a reading of the code at commit 862b6e1 and from a simulation of
+queues. :data:`NEXT` were made for what has changed since the first run there, at commit 5c07276a.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -8,8 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.gpu.attention import FLASH, TRITON
-from benchmarks.gpu.eviction import PASS
+from benchmarks.gpu.eviction import PASS, WITHOUT_NETWORKS
 from benchmarks.gpu.goals import Evidence, nothing_evicts, output
+from vllm_kvevict.attention.scratch import BEFORE_SEQUENCE
+from vllm_kvevict.ops.triton.residency import resident
+from vllm_kvevict.ops.triton.slices import TILE
 
 Part = dict[str, Any]
 Row = dict[str, Any]
@@ -149,14 +153,44 @@ def serving(goal: Callable[[Part], Evidence]) -> Callable[[Sequence[Part]], Evid
     return found
 
 
+def of_load(setting: str, column: str) -> Callable[[Sequence[Part]], Evidence]:
+    """A column of the memory-bound loads of 6,000 tokens."""
+
+    def found(parts: Sequence[Part]) -> Evidence:
+        loads = rows(parts, "serving", case="memory-bound", input=6000, setting=setting)
+        values = [row[column] for _, row in loads if row.get(column) is not None]
+        return Evidence(values, [] if values else [f"no {column} of {setting}"])
+
+    return found
+
+
+def slices(column: Callable[[Row], float]) -> Callable[[Sequence[Part]], Evidence]:
+    """The decode kernel over slices, with its defaults, for 16 requests of 1,024 tokens."""
+    h100 = resident(128, 2, False, 228 * 1024)
+    defaults = dict(programs=h100.programs, stages=h100.few, before=BEFORE_SEQUENCE, tile=TILE)
+
+    def found(parts: Sequence[Part]) -> Evidence:
+        mine = rows(parts, "tune", requests=16, budget=1024, **defaults)
+        values = [column(row) for _, row in mine]
+        return Evidence(values, [] if values else ["no tune with the defaults"])
+
+    return found
+
+
+def networks(parts: Sequence[Part]) -> Evidence:
+    """Milliseconds by which networks lengthen an eviction after a long prompt."""
+    passes = rows(parts, "eviction", policy="ada-probe", prompt=LONG, ranks=1)
+    values = [
+        row[PASS]["median_ms"] - row[WITHOUT_NETWORKS]["median_ms"]
+        for _, row in passes
+        if WITHOUT_NETWORKS in row
+    ]
+    return Evidence(values, [] if values else ["no eviction with networks"])
+
+
 def starts(parts: Sequence[Part]) -> Evidence:
     """1 if a server that evicts answered."""
-    settings = [
-        row
-        for part in ("smoke", "serving")
-        for _, row in rows(parts, part)
-        if row["setting"] == "8x"
-    ]
+    settings = list(rows(parts, "serving", setting="8x"))
     return Evidence([1.0] if settings else [], [] if settings else ["no server evicted"])
 
 
@@ -210,6 +244,17 @@ PREDICTIONS = (
     Prediction("step, stock, 12 requests of 32k, ms", 27, 27, unmeasured(NO_LOAD)),
     Prediction("output at 8x over stock, 6000/500", 3.4, 4, serving(output(6000, 500))),
 )  # fmt: skip
+NEXT = (
+    Prediction("slices, 16 requests of 1,024, us of a layer", 34, 34,
+               slices(lambda row: 1000 * row["layer"]["median_ms"])),
+    Prediction("the same, share of copy bandwidth", 0.71, 0.71,
+               slices(lambda row: row["share of copy bandwidth"])),
+    Prediction("requests at once at 8x, 6000/500, while others wait", 21, 24,
+               of_load("8x", "running_while_others_wait")),
+    Prediction("ITL p99 with steps of 2,048, ms", 45, 45,
+               of_load("8x, steps of 2048", "itl_ms_p99")),
+    Prediction("networks of an eviction, 32k, ms", 2.2, 4.4, networks),
+)  # fmt: skip
 
 
 def prediction_table(parts: Sequence[Part]) -> list[str]:
@@ -223,4 +268,4 @@ def prediction_table(parts: Sequence[Part]) -> list[str]:
         "| prediction for an H100 | predicted | measured | ratio | verdict |",
         "| --- | ---: | ---: | ---: | --- |",
     ]
-    return head + [prediction.verdict(parts) for prediction in PREDICTIONS]
+    return head + [prediction.verdict(parts) for prediction in (*PREDICTIONS, *NEXT)]

@@ -14,6 +14,9 @@ import json
 import random
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +27,27 @@ from benchmarks.gpu.part import Part, add_options
 from benchmarks.server import Server
 
 SETTINGS = {
+    "profile": ["--kv-eviction", "auto", "--kv-eviction-budget", "25%"],
     "full": [],
     "25%": ["--kv-eviction", "ada-snapkv", "--kv-eviction-budget", "25%",
             "--kv-eviction-profile", "none"],
     "12.5%": ["--kv-eviction", "ada-snapkv", "--kv-eviction-budget", "12.5%",
               "--kv-eviction-profile", "none"],
-    "profile": ["--kv-eviction", "auto", "--kv-eviction-budget", "25%"],
 }  # fmt: skip
-"""Flags of each server; the shipped profile has networks."""
+"""Flags of each server; the shipped profile has networks. The first ones are the most important."""
 PROMPTS = 24
 NEW_TOKENS = 32
 NEAR_TIE = 0.25
 """Difference of log-probabilities below which another device may choose the other token."""
 READY_S = 300
 START_S = 40
+"""Of one server, an estimate."""
+BESIDE_S = 10
+"""By what each further server that starts at the same time delays the starts, an estimate."""
+ASK_S = 6
+"""Of the answers of one server, an estimate."""
+KV_BYTES = 2**30
+"""Of each cache. vLLM would measure memory that servers beside it take meanwhile."""
 EVICTIONS = "vllm_kvevict:evictions_total"
 NAMES = "Ada Basel Cairo Delhi Essen Fargo Ghent Hanoi Izmir Kyoto Lagos Malmo Osaka Perth".split()
 GOODS = "apples books clocks drums eggs flags globes hats jars kites lamps maps nails".split()
@@ -80,22 +90,36 @@ def ask(server: Server) -> list[Answer]:
 
 def command(flags: list[str], serve_args: str) -> list[str]:
     options = ["--max-model-len", "4096", "--block-size", "32", "--max-num-seqs", "8"]
+    options += ["--kv-cache-memory-bytes", str(KV_BYTES)]
     return [*options, *flags, *serve_args.split()]
 
 
-def served(model: Path, name: str, args: argparse.Namespace) -> dict[str, Any]:
+def answered(server: Server, name: str) -> dict[str, Any]:
     """Answers under one setting, and what the server counted."""
-    log = args.scratch / f"real-{name}.log"
-    with Server(model, command(SETTINGS[name], args.serve_args), log, READY_S) as server:
-        answers = ask(server)
-        evictions = int(server.metric(EVICTIONS))
+    answers = ask(server)
+    evictions = int(server.metric(EVICTIONS))
     if bool(evictions) != (name != "full"):
         raise RuntimeError(f"{name}: {evictions} evictions")
     return {
         "answers": answers,
         "evictions": evictions,
-        "cuda_kernels": "KV eviction runs CUDA kernels for" in log.read_text(),
+        "cuda_kernels": "KV eviction runs CUDA kernels for" in server.log.read_text(),
     }
+
+
+@contextmanager
+def starting(
+    model: Path, names: Sequence[str], args: argparse.Namespace
+) -> Iterator[list[Future[Server]]]:
+    """Servers that start at the same time; one that fails says so as the result of its future."""
+    share = f"--gpu-memory-utilization {0.9 / len(names):.2f}" if len(names) > 1 else ""
+    with ExitStack() as stack, ThreadPoolExecutor(len(names)) as pool:
+        found = []
+        for name in names:
+            flags = command(SETTINGS[name], f"{share} {args.serve_args}")
+            server = Server(model, flags, args.scratch / f"real-{name}.log", READY_S)
+            found.append(pool.submit(stack.enter_context, server))
+        yield found
 
 
 def compared(mine: list[Answer], reference: list[Answer]) -> dict[str, Any]:
@@ -112,6 +136,11 @@ def compared(mine: list[Answer], reference: list[Answer]) -> dict[str, Any]:
     return {"answers": len(mine), "as the reference": whole, "tokens": tokens, "equal": equal}
 
 
+def seconds(servers: int) -> float:
+    """An estimate for servers that start at the same time."""
+    return START_S + (servers - 1) * BESIDE_S + servers * ASK_S
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -119,6 +148,12 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--make", type=Path, help="write the reference there")
     parser.add_argument("--reference", type=Path, help="answers of a CPU")
     parser.add_argument("--only", type=lambda text: text.split(","), default=list(SETTINGS))
+    parser.add_argument(
+        "--together",
+        type=int,
+        default=len(SETTINGS),
+        help="servers that start at the same time; with --make one after another",
+    )
     parser.add_argument("--serve-args", default="", help="further arguments of vllm serve")
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()) / "kvevict-gpu",
                         help="for the servers' logs")  # fmt: skip
@@ -130,7 +165,10 @@ def main() -> None:
     args = parser().parse_args()
     args.scratch.mkdir(parents=True, exist_ok=True)
     if args.make:
-        found = {name: served(args.model, name, args) for name in args.only}
+        found = {}
+        for name in args.only:
+            with starting(args.model, [name], args) as (server,):
+                found[name] = answered(server.result(), name)
         args.make.parent.mkdir(parents=True, exist_ok=True)
         args.make.write_text(json.dumps(found) + "\n")
         print(args.make)
@@ -141,12 +179,20 @@ def main() -> None:
     part = Part("real_weights", args, device, choice=("only",))
     reference = json.loads(args.reference.read_text())
 
-    def run(key: dict[str, Any]) -> dict[str, Any]:
-        mine = served(args.model, key["setting"], args)
-        answers = mine.pop("answers")
-        return mine | compared(answers, reference[key["setting"]]["answers"])
+    def run(server: Server, name: str) -> dict[str, Any]:
+        mine = answered(server, name)
+        return mine | compared(mine.pop("answers"), reference[name]["answers"])
 
-    part.measure([dict(setting=name) for name in args.only], lambda key: START_S, run)
+    due = [key["setting"] for key in part.due(dict(setting=name) for name in args.only)]
+    for first in range(0, len(due), args.together):
+        names = due[first : first + args.together]
+        if part.fits(seconds(len(names)), *(dict(setting=name) for name in names)):
+            with starting(args.model, names, args) as servers:
+                for name, server in zip(names, servers, strict=True):
+                    part.attempt(
+                        dict(setting=name),
+                        lambda name=name, server=server: run(server.result(), name),
+                    )
     print(args.output)
     raise SystemExit(part.outcome())
 

@@ -1,11 +1,12 @@
 """Joins the parts' JSON files to one, and writes one Markdown file: a verdict for each goal and for
 each prediction, then a table for each part.
 
-``python -m benchmarks.gpu.report FOLDER``
+``python -m benchmarks.gpu.report FOLDER [EARLIER]``: files that FOLDER lacks are those of EARLIER.
 """
 
 import json
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,18 @@ from benchmarks.gpu.attention import FLASH, TRITON
 from benchmarks.gpu.goals import verdicts
 from benchmarks.gpu.predictions import prediction_table
 
-PARTS = ("attention", "eviction", "serving", "fp8")
+PARTS = ("attention", "eviction", "serving", "tune", "store_bits", "real_weights")
 ERROR = 200
 NOTES = """
 - Milliseconds are medians with the middle half of the repetitions, from a flushed L2.
 - `attention`: a CUDA graph of a step, lengths, plan and ring writes included, by its layers. The
-  verdict is that of the kernel that `auto` serves with (`served by`), at the worst budget.
+  verdict is that of the kernel that `auto` serves with (`served by`; the Triton kernel on an
+  H100), at the worst budget.
 - `eviction`: kernels one by one beside the whole pass. Among 8 ranks the pass has an eighth of the
   heads and sums nothing over ranks; its prefill is an eighth of one GPU's, without all-reduces.
 - A prefill is what the engine's clock says, from its scheduling to its first token.
 - Weights are random, so in `serving` heads share a budget almost evenly, unlike in `attention`.
-- `fp8`: both servers have the bytes of `serving` and an FP8 cache, which holds twice the tokens. It
-  belongs to no goal.
+- `tune`, `store_bits`, `real_weights`: no goal speaks of them.
 - `kv_bytes` of an evicting server are stock's less its observation rings.
 """
 
@@ -71,24 +72,24 @@ def load(row: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(row.get(key) for key in ("case", "input", "output", "load"))
 
 
-def measured(folder: Path) -> list[dict[str, Any]]:
-    """Return the contents of all result files, those of other settings included."""
-    found = []
-    for name in (*PARTS, "smoke"):
+def measured(*folders: Path) -> dict[str, dict[str, Any]]:
+    """Return the contents of all result files by name, those of other settings included.
+
+    Of files with one name, that of the first folder counts.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for folder, name in product(folders, PARTS):
         for path in sorted([*folder.glob(f"{name}.json"), *folder.glob(f"{name}-*.json")]):
-            found.append(json.loads(path.read_text()) | {"part": name})
+            found.setdefault(path.stem, json.loads(path.read_text()) | {"part": name})
     return found
 
 
-def main(folder: Path) -> None:
-    parts = {}
-    for name in PARTS:
-        path = folder / f"{name}.json"
-        if path.exists():
-            parts[name] = json.loads(path.read_text())
+def main(folder: Path, *earlier: Path) -> None:
+    every = measured(folder, *earlier)
+    parts = {name: every[name] for name in PARTS if name in every}
     (folder / "gpu.json").write_text(json.dumps(parts, indent=1) + "\n")
     lines = ["# GPU benchmarks", "", *verdicts(parts), ""]
-    predicted = prediction_table(measured(folder))
+    predicted = prediction_table(list(every.values()))
     lines += ["## Predictions", "", *predicted, ""]
     for name, part in parts.items():
         lines += [f"## {name}", "", f"{part['device']}; `{part['provenance']['command']}`, commit "
@@ -100,6 +101,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        raise SystemExit("usage: python -m benchmarks.gpu.report FOLDER")
-    main(Path(sys.argv[1]))
+    if len(sys.argv) not in (2, 3):
+        raise SystemExit("usage: python -m benchmarks.gpu.report FOLDER [EARLIER]")
+    main(*map(Path, sys.argv[1:]))

@@ -27,6 +27,8 @@ from benchmarks.gpu.part import Part, add_options
 from benchmarks.gpu.prefill import ask, prefill_ms
 from benchmarks.server import Server
 
+CHOICE = ("loads", "shares", "prefills", "policies", "steps", "only")
+"""Options that only choose among rows."""
 PREFILLS = 5
 READY_S = 400
 EVICTIONS = "vllm_kvevict:evictions_total"
@@ -127,8 +129,7 @@ def sweep(args: argparse.Namespace) -> Part:
     config = LLAMA_8B | (TINY if args.tiny else {})
     model = make_model(args.scratch / "model", config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    choice = ("loads", "shares", "prefills", "policies", "steps", "only")
-    part = Part("serving", args, device, choice=choice)
+    part = Part("serving", args, device, choice=CHOICE)
     planned = [one for one in services(args, config) if one.name in (args.only or [one.name])]
     args.vocab = config["vocab_size"]
     if any(str(profile_path(args)) in one.eviction and missing(one, part) for one in planned):

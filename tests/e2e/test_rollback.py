@@ -113,7 +113,7 @@ def test_requests_are_answered_before_and_after_the_rollback(
     words = [*FLAGS, *flags(tmp_path / "stores", **together)]
     with Server(tiny_model, words, tmp_path / "after.log") as server:
         assert [status(server, body) for body in BODIES] == [200] * len(BODIES)
-        assert "vllm_kvevict" not in server._metrics()
+        assert "vllm_kvevict" not in server.metrics()
     log = (tmp_path / "after.log").read_text()
     assert "KV eviction is off" in log and "KV eviction is on" not in log
 

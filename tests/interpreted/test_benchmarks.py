@@ -74,21 +74,6 @@ def test_layers_share_caches_where_memory_is_short(step):
         assert made.cache(3) is made.caches[3 % count]
 
 
-def test_the_kernel_that_a_server_runs(step, monkeypatch):
-    from vllm.v1.attention.backends import fa_utils
-
-    assert attention.served(step) == "triton"
-    step.device = torch.device("cuda")
-    for version, requests, kernel in (
-        (3, 3, "flash per head"),
-        (3, 999, "triton"),
-        (2, 3, "triton"),
-    ):
-        monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda version=version: version)
-        step.requests = requests
-        assert attention.served(step) == kernel
-
-
 def test_a_trial_writes_its_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(part, "provenance", lambda: dict(commit="c", versions={}, machine="m"))
     file = tmp_path / "attention.json"

@@ -39,7 +39,13 @@ average."""
 
 FORECAST_STEPS = 8
 """Number of steps for which a forecast is valid while the number of running requests stays the
-same."""
+same.
+
+It does not move along with these steps. What evictions return meanwhile is free, and that the
+running requests will take it again is not counted before the next forecast, so the forecast may be
+too low by some blocks. If an admission takes these blocks, an eviction that lacks them is
+postponed, and from the next step on admissions leave them free; a request that finds no block for
+its next token makes vLLM preempt the last running one, as without the plugin."""
 
 Prospect = tuple[tuple[int, int, int], RequestState, dict[int, int]]
 """Sort key (lowest priority first, then most blocks freed, then least recently evicted), the

@@ -7,9 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
+from prometheus_client import REGISTRY, generate_latest
+from vllm.v1.metrics.loggers import StatLoggerManager
+from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from benchmarks.gpu import client
 from benchmarks.gpu.client import Answer, Load, figures, steady
+from vllm_kvevict.metrics import prometheus
+from vllm_kvevict.metrics.report import STATS_KEY, Report
 
 
 def test_outputs_differ_in_length_and_have_the_mean():
@@ -45,7 +50,9 @@ def test_figures_of_a_load():
     assert found["ttft_ms_median"] == 2500 and found["tpot_ms_median"] == found["itl_ms_p99"] == 1e3
     assert found["peak_running"] == 2 and found["running_while_others_wait"] == 1.5
     assert found["series"]["columns"] == [
-        "seconds", "running", "waiting", "used", "preemptions", "evictions", "postponed"
+        "seconds", "running", "waiting", "used", "preemptions", "evictions", "skipped",
+        "waiting: capacity", "waiting: deferred",
+        "postponed: blocks", "postponed: ring", "postponed: turn",
     ]  # fmt: skip
     with pytest.raises(RuntimeError, match="HTTP 500"):
         figures(answers[2:], [3], [])
@@ -80,7 +87,11 @@ def served():
     thread.start()
     port = site._server.sockets[0].getsockname()[1]
     yield SimpleNamespace(
-        url=f"http://127.0.0.1:{port}", model="m", asked=asked, metric=lambda name: 2.0
+        url=f"http://127.0.0.1:{port}",
+        model="m",
+        asked=asked,
+        metric=lambda name: 2.0,
+        metrics=lambda: "vllm:num_requests_running 3.0\n",
     )
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
@@ -95,3 +106,38 @@ def test_a_load_is_sent_and_counted(served):
     assert all(body["ignore_eos"] and len(body["prompt"]) == 5 for body in served.asked)
     assert (found["completed"], found["failed"], found["preemptions"]) == (3, 1, 0)
     assert "HTTP 400: no" in found["errors"][0]
+    assert found["peak_running"] == 3
+
+
+@pytest.fixture
+def clean():
+    """Leave no metrics behind in this process."""
+    yield
+    while prometheus._registered:
+        REGISTRY.unregister(prometheus._registered.pop())
+
+
+def test_the_series_reads_what_vllm_writes(build, clean):
+    """The text is that of vLLM's own logger, of two engines."""
+    config = build(dict(policy="ada-snapkv", budget="25%"), served_model_name="served")
+    manager = StatLoggerManager(config, [0, 1])
+    manager.log_engine_initialized()
+    for engine in (0, 1):
+        report = Report(
+            evictions={"ada-snapkv": [2, 1]}, skipped_shared=4, postponed_blocks=5,
+            postponed_ring=6, postponed_turn=7,
+        )  # fmt: skip
+        stats = SchedulerStats(
+            num_running_reqs=16, num_waiting_reqs=8, num_skipped_waiting_reqs=3,
+            kv_cache_usage=0.25, kv_connector_stats={STATS_KEY: vars(report)},
+        )  # fmt: skip
+        iteration = IterationStats()
+        iteration.num_preempted_reqs = 1
+        manager.record(stats, iteration, engine_idx=engine)
+    found = dict(zip(client.GAUGES, client.polled(generate_latest().decode()), strict=True))
+    assert found == {
+        "running": 32, "waiting": 22, "used": 0.5, "preemptions": 2, "evictions": 6, "skipped": 8,
+        "waiting: capacity": 16, "waiting: deferred": 6,
+        "postponed: blocks": 10, "postponed: ring": 12, "postponed: turn": 14,
+    }  # fmt: skip
+    assert set(client.polled("")) == {0}, "of a server without such metrics"

@@ -26,3 +26,21 @@ def test_the_timed_pass_evicts(policy, monkeypatch):
     run()
     changed = (case.caches[0] != before).flatten(1).any(1).nonzero().flatten().tolist()
     assert changed == sorted(case.due.store)
+
+
+def test_a_pass_without_networks_keeps_other_tokens(monkeypatch):
+    """What is subtracted to get the time of the networks is the same pass without them."""
+    for module in (reading, fused_pass, probing):
+        monkeypatch.setattr(module, "sum_of_ranks", None)
+    monkeypatch.setattr(reading, "first_head", None)
+    args = Namespace(
+        block_size=16, budget=48, window=16, heads=2, group=2, head_size=64, layers=2,
+        dtype="float32", policy="ada-probe",
+    )  # fmt: skip
+    kept = []
+    for networks in (True, True, False):
+        torch.manual_seed(0)
+        case = eviction.Pass(200, args, torch.device("cpu"))
+        case.worker(fused=False, networks=networks)()
+        kept.append(case.caches[0])
+    assert torch.equal(kept[0], kept[1]) and not torch.equal(kept[0], kept[2])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu.predictions import PREDICTIONS, prediction_table
+from benchmarks.gpu.predictions import NEXT, PREDICTIONS, prediction_table
 
 H100 = Path(__file__).parents[3] / "benchmarks" / "results" / "gpu_h100.json"
 CARD = "NVIDIA H100 80GB HBM3, 132 SMs, 79 GiB"
@@ -77,7 +77,38 @@ def test_errors_and_cpus_prove_nothing():
     content["rows"][0]["error"] = "out of memory"
     assert lines([content])[PYTORCH] == missing
     assert all(line[-1].startswith("not measured: ") for line in lines([]).values())
-    assert len(lines([])) == len(PREDICTIONS)
+    assert len(lines([])) == len(PREDICTIONS) + len(NEXT)
+
+
+def test_predictions_for_the_next_run():
+    tuned = dict(requests=16, budget=1024, programs=2, stages=3, tile=64)
+    share = {"share of copy bandwidth": 0.7}
+    passes = {"the worker's pass": took(9.0), "the pass without networks": took(6.5)}
+    load = dict(case="memory-bound", input=6000, output=500)
+    shorter = dict(setting="8x, steps of 2048", itl_ms_p99=63.0)
+    found = lines([
+        part("tune", tuned | dict(before=96, layer=took(0.035)) | share,
+             tuned | dict(before=0, layer=took(0.9)), tuned | dict(splits=1, layer=took(0.04))),
+        part("serving", load | dict(setting="8x", running_while_others_wait=16.0),
+             load | shorter),
+        part("eviction", dict(policy="ada-probe", prompt=32768, ranks=1) | passes),
+    ])  # fmt: skip
+    assert found["slices, 16 requests of 1,024, us of a layer"] == [
+        "34",
+        "35",
+        "1.03",
+        "as predicted",
+    ]
+    assert found["the same, share of copy bandwidth"][1:] == ["0.7", "0.99", "as predicted"]
+    at_once = "requests at once at 8x, 6000/500, while others wait"
+    assert found[at_once] == ["21 to 24", "16", "0.71", "lower"]
+    assert found["ITL p99 with steps of 2,048, ms"] == ["45", "63", "1.40", "higher"]
+    assert found["networks of an eviction, 32k, ms"] == [
+        "2.2 to 4.4",
+        "2.5",
+        "0.76",
+        "as predicted",
+    ]
 
 
 def test_the_h100():
@@ -94,5 +125,7 @@ def test_the_h100():
     assert found["eviction, 32k, ada-defensive, ms"] == ["6 to 7", "5.5", "0.85", "as predicted"]
     assert found["the same over the prefill"] == ["0.0045", "0.00458", "1.02", "as predicted"]
     assert found["output at 8x over stock, 6000/500"] == ["3.4 to 4", "2.8", "0.76", "lower"]
+    # Measured before them.
+    assert all(found[one.name][-1].startswith("not measured: ") for one in NEXT)
     nothing = found["F7: nothing evicted, over stock (P 60%)"]
     assert nothing[-1].startswith("not measured: 1 of 3 loads of stock")

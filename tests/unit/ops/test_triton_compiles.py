@@ -200,6 +200,27 @@ def test_programs_fit_a_multiprocessor(capability, size, fp8, tmp_path):
     assert tiles == ["2"] * 2 and max(waits) > "0"
 
 
+WAITS = [
+    (128, False, 5, False), (128, True, 5, False), (64, False, 5, False), (256, False, 2, False),
+    *(nightly(*one) for one in [
+        (128, False, 3, False), (128, False, 5, True), (128, True, 3, True), (64, True, 5, True),
+        (64, False, 3, True), (256, False, 2, True), (256, True, 2, False), (256, True, 5, True),
+    ]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("size", "fp8", "stages", "sinks"), WAITS)
+def test_waits_before_the_first_key(size, fp8, stages, sinks):
+    """For the descriptor, for the query and the small numbers beside it, and for the pages."""
+    found = resident(size, 2, fp8, SHARED[90])
+    assert stages in (found.few, found.many)
+    constants = ATTEND | dict(DIM=size, DIM_PAD=size, FP8=fp8, SINKS=sinks)
+    options, target = dict(num_warps=4, num_stages=stages), GPUTarget("cuda", 90, 32)
+    made = compiled(decode._attend_kernel, constants, options, target, **(FP8 if fp8 else {}))
+    assert waits_before(made.asm["ttgir"], "query") == 1
+    assert waits_before(made.asm["ttgir"], "cache") == 3
+
+
 def dumped(binary: bytes, folder: Path, option: str) -> str:
     (folder / "kernel.cubin").write_bytes(binary)
     command = [knobs.nvidia.cuobjdump.path, option, str(folder / "kernel.cubin")]
@@ -251,6 +272,9 @@ def test_programs_over_stores_in_few_bits(capability, stored, size, dtype, tmp_p
         assert found.programs * registers <= REGISTERS and used["STACK"] <= 64
         assert found.programs * (made.metadata.shared + RESERVED) <= shared
         loop = min((part for part in loops(made.asm["cubin"], tmp_path) if masks(part)), key=len)
+        # In addition to three: the query is rotated first, by two parts for 64 dimensions.
+        assert waits_before(made.asm["ttgir"], "query") == 1
+        assert waits_before(made.asm["ttgir"], "words") == 3 + 2 * packed["GROUPS"]
         size_of_tile = packed["STORE_PAGE"] * sum(FORMATS[stored].planes(size))
         assert len(loop) * BYTES[stored] <= size_of_tile
 
