@@ -89,10 +89,9 @@ class FixedPositions:
     """All positions at which the groups of a request evict, computed as far as they were asked
     for.
 
-    What is computed for one request is linear in its own prompt and answer, however long others
-    are: one
-    candidate in each interval of at least four windows, for each group. A client that gives every
-    request rules of its own makes each of them pay for itself, and no other one.
+    What is computed for one request is linear in its own prompt and answer: one candidate in each
+    interval of at least four windows, for each group. A client that gives every request rules of
+    its own makes each of them pay for itself, and no other one.
 
     Args:
         rules: The rule of each group, with ``every``.
