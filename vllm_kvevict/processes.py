@@ -319,7 +319,8 @@ def _send(pid: int, number: int) -> None:
 def _start_nothing(event: str, args: Any) -> None:
     """Threads that are starting servers must not start more. The main thread may clean up."""
     if event == "subprocess.Popen" and threading.current_thread() is not threading.main_thread():
-        raise RuntimeError("interrupted")
+        # A thread that ends in this way prints no traceback.
+        raise SystemExit("interrupted")
 
 
 def _die(number: int) -> NoReturn:

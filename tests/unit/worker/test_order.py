@@ -28,7 +28,7 @@ class Samples(Worker):
 
 
 class Evicts(EvictionWorkerMixin, Samples):
-    _register_backend = _layer_cache = None
+    _register_backend = _layer_cache = _failed_loads = None
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ class Runner(Worker):
 
 
 class Steps(EvictionWorkerMixin, Runner):
-    _register_backend = _layer_cache = None
+    _register_backend = _layer_cache = _failed_loads = None
 
 
 def made(kernel, rows, eviction, fp8):
