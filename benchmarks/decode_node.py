@@ -7,7 +7,7 @@ a prefill server had sent it. Each memory size has a pair of servers that differ
 ``--kv-eviction`` alone, and ``vllm bench serve`` sends the same requests to both. Memory is given
 in whole requests (prompt and answer) that it holds without eviction, ``all`` for all requests at
 once, or in bytes such as ``84M``. The answers are meaningless; only times are measured.
-``--also`` measures the evicting server of another checkout of this repository beside it.
+With ``--also`` the same run measures the evicting server of another checkout of this repository.
 """
 
 import argparse
@@ -109,7 +109,7 @@ def checkout_env(checkout: Path) -> dict[str, str]:
     env = {"PYTHONPATH": str(checkout.resolve()), "PYTHONSAFEPATH": "1"}
     found = subprocess.run(
         [sys.executable, "-c", "import vllm_kvevict; print(vllm_kvevict.__file__)"],
-        env=dict(os.environ) | env, capture_output=True, text=True, check=True,
+        env=dict(os.environ) | env, capture_output=True, text=True,
     )  # fmt: skip
     if not Path(found.stdout.strip()).is_relative_to(checkout.resolve()):
         raise ValueError(f"--also: {checkout} is no checkout of this repository")
@@ -120,9 +120,10 @@ def settings(args: argparse.Namespace) -> dict[str, dict[str, str]]:
     """Return the servers of each memory size: name, and what their environment has in addition."""
     found: dict[str, dict[str, str]] = {STOCK: {}, EVICTION: {}}
     if args.also is not None:
+        env = checkout_env(args.also)
         command = ["git", "-C", str(args.also), "rev-parse", "--short=8", "HEAD"]
         commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-        found[f"{EVICTION}, commit {commit}"] = checkout_env(args.also)
+        found[f"{EVICTION}, commit {commit}"] = env
     return found
 
 
@@ -204,7 +205,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--eager", action="store_true", help="without compilation")
     parser.add_argument(
         "--also", type=Path, metavar="CHECKOUT",
-        help="folder of another checkout, whose evicting server is measured too",
+        help="another checkout of this repository; its evicting server is measured, too",
     )  # fmt: skip
     parser.add_argument(
         "--output-path", type=Path, default=Path("benchmarks/results/decode_node.json")

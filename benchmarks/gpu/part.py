@@ -15,7 +15,8 @@ from benchmarks.provenance import UNKNOWN, provenance
 
 Key = dict[str, Any]
 WHERE = ("output", "scratch", "start", "until", "together")
-"""Settings that say where, when and beside what idle server a part runs, not what it measures."""
+"""Settings that do not change what a part measures: paths, times, and how many servers start at
+once."""
 MOST_ERROR = 3000
 """Characters of an error, from its end."""
 

@@ -41,13 +41,14 @@ NEAR_TIE = 0.25
 """Difference of log-probabilities below which another device may choose the other token."""
 READY_S = 300
 START_S = 40
-"""Of one server, an estimate."""
+"""Estimated seconds until one server is ready."""
 BESIDE_S = 10
-"""By what each further server that starts at the same time delays the starts, an estimate."""
+"""Estimated seconds that each further server adds when several start at the same time."""
 ASK_S = 6
-"""Of the answers of one server, an estimate."""
+"""Estimated seconds for the answers of one server."""
 KV_BYTES = 2**30
-"""Of each cache. vLLM would measure memory that servers beside it take meanwhile."""
+"""Bytes of the KV cache of each server. Servers that start at the same time would disturb vLLM's
+own measurement of free memory."""
 EVICTIONS = "vllm_kvevict:evictions_total"
 NAMES = "Ada Basel Cairo Delhi Essen Fargo Ghent Hanoi Izmir Kyoto Lagos Malmo Osaka Perth".split()
 GOODS = "apples books clocks drums eggs flags globes hats jars kites lamps maps nails".split()

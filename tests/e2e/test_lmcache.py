@@ -331,8 +331,8 @@ def test_a_look_up_that_is_longer_than_what_is_loaded(oracle, caching, chunk):
 
 @pytest.mark.parametrize("asked", [{}, NEVER], ids=["evicts", "never evicts"])
 def test_nothing_is_saved_that_was_computed_over_a_load_that_failed(oracle, caching, asked):
-    """LMCache itself saves the chunks of the step whose load failed, of the request that loads and
-    of one that hits its blocks, and answers later requests from them."""
+    """Two requests compute over the missing blocks: one loads them, and one hits them. Without the
+    plugin LMCache saves what they compute, and answers later requests from it."""
     document = PROMPTS[0][:200]
     texts = [document + random_prompt(100 + 40 * i, seed=430 + i) for i in range(2)]
     with caching.start() as run:

@@ -44,7 +44,7 @@ def play(scenario: Scenario, totals: Counter[str]) -> None:
 def test_random_days():
     totals: Counter[str] = Counter()
     days.play_until_seen(lambda scenario: play(scenario, totals), 30, totals, SEEN)
-    # A few days may have one whose loads nearly all fail.
+    # Among a few days, one day whose loads nearly all fail can dominate the total.
     for number in range(days.ROUNDS, days.ROUNDS + 4):
         if totals["remote_loads"] > 5 * totals["remote_failures"]:
             break

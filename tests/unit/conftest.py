@@ -87,3 +87,15 @@ def records() -> Iterator[list[logging.LogRecord]]:
     yield found
     logger.setLevel(level)
     logger.removeHandler(handler)
+
+
+@pytest.fixture
+def unregistered() -> Iterator[None]:
+    """Unregister afterwards all metrics that a test has registered in this process."""
+    from prometheus_client import REGISTRY
+
+    from vllm_kvevict.metrics import prometheus
+
+    yield
+    while prometheus._registered:
+        REGISTRY.unregister(prometheus._registered.pop())

@@ -7,13 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
-from prometheus_client import REGISTRY, generate_latest
+from prometheus_client import generate_latest
 from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from benchmarks.gpu import client
 from benchmarks.gpu.client import Answer, Load, figures, steady
-from vllm_kvevict.metrics import prometheus
 from vllm_kvevict.metrics.report import STATS_KEY, Report
 
 
@@ -109,15 +108,8 @@ def test_a_load_is_sent_and_counted(served):
     assert found["peak_running"] == 3
 
 
-@pytest.fixture
-def clean():
-    """Leave no metrics behind in this process."""
-    yield
-    while prometheus._registered:
-        REGISTRY.unregister(prometheus._registered.pop())
-
-
-def test_the_series_reads_what_vllm_writes(build, clean):
+@pytest.mark.usefixtures("unregistered")
+def test_the_series_reads_what_vllm_writes(build):
     """The text is that of vLLM's own logger, of two engines."""
     config = build(dict(policy="ada-snapkv", budget="25%"), served_model_name="served")
     manager = StatLoggerManager(config, [0, 1])

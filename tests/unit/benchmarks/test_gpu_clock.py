@@ -2,7 +2,6 @@
 
 import time
 import weakref
-from argparse import Namespace
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -15,9 +14,8 @@ from benchmarks.gpu import eviction
 from benchmarks.gpu.clock import AHEAD_CYCLES, captured, copy_bandwidth, milliseconds, spread
 from benchmarks.gpu.transfers import QUEUE
 from tests.pretend_gpu import pretended
+from tests.unit.benchmarks.test_gpu_eviction import small
 from tests.unit.ops.cuda.conftest import emulated, emulation  # noqa: F401
-from vllm_kvevict.worker import candidates as reading
-from vllm_kvevict.worker import fused as fused_pass
 
 ROOT = Path(__file__).parents[3]
 
@@ -99,13 +97,7 @@ def test_a_step_is_captured_once_and_replayed(monkeypatch):
 @pytest.mark.nightly
 def test_the_calls_of_the_eviction_benchmark(emulation, monkeypatch):  # noqa: F811
     """On emulated kernels, one after another and as the worker's pass; both keep the same."""
-    for module in (reading, fused_pass):
-        monkeypatch.setattr(module, "sum_of_ranks", None)
-    monkeypatch.setattr(reading, "first_head", None)
-    args = Namespace(
-        block_size=16, budget=48, window=16, heads=2, group=2, head_size=64, layers=2,
-        dtype="float32", policy="ada-snapkv",
-    )  # fmt: skip
+    args = small("ada-snapkv", monkeypatch)
     case = eviction.Pass(200, args, torch.device("cpu"))
     before = [cache.clone() for cache in case.caches]
     for call in case.kernels().values():

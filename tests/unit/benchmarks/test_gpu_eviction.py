@@ -11,15 +11,20 @@ from vllm_kvevict.worker import fused as fused_pass
 from vllm_kvevict.worker import probes as probing
 
 
-@pytest.mark.parametrize("policy", ["ada-snapkv", "ada-defensive", "ada-probe"])
-def test_the_timed_pass_evicts(policy, monkeypatch):
+def small(policy: str, monkeypatch: pytest.MonkeyPatch) -> Namespace:
+    """Options of a small pass on one rank."""
     for module in (reading, fused_pass, probing):
         monkeypatch.setattr(module, "sum_of_ranks", None)
     monkeypatch.setattr(reading, "first_head", None)
-    args = Namespace(
+    return Namespace(
         block_size=16, budget=48, window=16, heads=2, group=2, head_size=64, layers=2,
         dtype="float32", policy=policy,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", ["ada-snapkv", "ada-defensive", "ada-probe"])
+def test_the_timed_pass_evicts(policy, monkeypatch):
+    args = small(policy, monkeypatch)
     case = eviction.Pass(200, args, torch.device("cpu"))
     before = case.caches[0].clone()
     run = case.worker(fused=False)
@@ -29,14 +34,9 @@ def test_the_timed_pass_evicts(policy, monkeypatch):
 
 
 def test_a_pass_without_networks_keeps_other_tokens(monkeypatch):
-    """What is subtracted to get the time of the networks is the same pass without them."""
-    for module in (reading, fused_pass, probing):
-        monkeypatch.setattr(module, "sum_of_ranks", None)
-    monkeypatch.setattr(reading, "first_head", None)
-    args = Namespace(
-        block_size=16, budget=48, window=16, heads=2, group=2, head_size=64, layers=2,
-        dtype="float32", policy="ada-probe",
-    )  # fmt: skip
+    """The benchmark takes the time of the networks as the difference of two passes. The second one
+    must leave the networks out."""
+    args = small("ada-probe", monkeypatch)
     kept = []
     for networks in (True, True, False):
         torch.manual_seed(0)

@@ -128,7 +128,7 @@ def allowed(call: str) -> int:
 def estimates(
     call: str, name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> list[float]:
-    """What a part itself expects of its rows, in seconds, as it asks whether they fit."""
+    """Return the seconds that a part estimates for its rows when it checks whether they fit."""
     command = commands(folder, call)[name]
     module, arguments = importlib.import_module(command[2]), command[3:]
     arguments[arguments.index("--output") + 1] = str(tmp_path / f"{name}.json")

@@ -11,7 +11,6 @@ from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.profile import ModelIdentity, ProbeFile, Profile
-from vllm_kvevict.metrics import prometheus
 from vllm_kvevict.metrics.logger import EvictionStatLogger
 from vllm_kvevict.metrics.prometheus import info
 from vllm_kvevict.metrics.report import STATS_KEY, Report
@@ -19,12 +18,7 @@ from vllm_kvevict.metrics.report import STATS_KEY, Report
 SETTINGS = dict(policy="ada-snapkv", budget="25%", allow="tova,none")
 
 
-@pytest.fixture(autouse=True)
-def clean() -> Any:
-    """Leave no metrics behind in this process."""
-    yield
-    while prometheus._registered:
-        REGISTRY.unregister(prometheus._registered.pop())
+pytestmark = pytest.mark.usefixtures("unregistered")
 
 
 def ours() -> list[str]:
