@@ -51,7 +51,7 @@ class Setup:
     files that fail, None for no files; ``offload`` is the number of chunks, of ``chunk`` blocks,
     that vLLM's own offload has, which stores ``answers``, too. ``connector`` is one that loads
     whole prompts; ``load_failure`` is vLLM's policy if it cannot. With ``events``, KV-cache events
-    are made, which describe the offload's chunks.
+    are made, which describe the offload's chunks. ``store_dtype`` is the type of stored tokens.
     """
 
     budget: int | str = 40
@@ -91,6 +91,12 @@ class Setup:
     connector: str = ""
     load_failure: str = "recompute"
     events: bool = False
+    store_dtype: str = "auto"
+
+    @property
+    def page(self) -> int:
+        """Tokens in a page of a store."""
+        return self.block_size * dict(auto=16, int8=30, int4=60)[self.store_dtype] // 16
 
     @property
     def offloads(self) -> int:
@@ -253,6 +259,7 @@ def eviction_config(setup: Setup) -> EvictionConfig:
         allow="snapkv,streaming-llm,h2o,none",
         store_memory=setup.keeps,
         audit=setup.audits,
+        store_dtype=setup.store_dtype,
         options=options | (dict(beta=setup.beta) if setup.policy in PYRAMIDS else {}),
     )
 

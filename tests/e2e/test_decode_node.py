@@ -3,11 +3,13 @@
 import pytest
 from vllm.config import KVTransferConfig
 
+from tests.e2e.test_stored_tokens import NEAR
 from tests.e2e.test_stores import computed
 from tests.models import random_prompt
 from tests.nightly import nightly, some
 from tests.oracles.engine import engine
 from tests.oracles.masked import MaskedModel, check_tokens
+from tests.oracles.packed import packed
 from tests.prefilled import Prefilled
 from tests.profiles import random_profile
 from vllm_kvevict.engine.remote_prefill import RemotePrefill
@@ -31,6 +33,7 @@ CASES = {
     "evicts shared": dict(shared_blocks="evict"),
     "under pressure": dict(when="pressure", options=dict(low_mark=0.9, high_mark=0.95)),
     "a share": dict(budget="25%"),
+    "int4": dict(budget=200, store_dtype="int4"),
 }
 
 
@@ -44,7 +47,7 @@ def oracle(tiny_model):
     return MaskedModel(tiny_model)
 
 
-def loaded_prompts(model, settings, oracle, evict_at_end=True, **options):
+def loaded_prompts(model, settings, oracle, evict_at_end=True, near=0.0, **options):
     """Serve :data:`PROMPTS` with KV that another engine computed; check every token."""
     other = Prefilled(model, PROMPTS, settings, **OPTIONS)
     with engine(model, settings, **OPTIONS) as alone:
@@ -56,7 +59,7 @@ def loaded_prompts(model, settings, oracle, evict_at_end=True, **options):
         # The window and at most a block before it are computed; without prefills of whole prompts.
         assert sum(counts) <= len(PROMPTS) * (NEW_TOKENS - 1 + 64)
         for prompt, output, lives in zip(PROMPTS, outputs, run.lives(), strict=True):
-            assert check_tokens(oracle, prompt, output, lives) == (NEW_TOKENS, NEW_TOKENS)
+            assert check_tokens(oracle, prompt, output, lives, near) == (NEW_TOKENS, NEW_TOKENS)
             if evict_at_end:
                 assert lives[0].evictions[0].n == len(prompt), "did not evict in its first step"
         assert run.counters.evictions_prefill >= len(PROMPTS) * evict_at_end
@@ -66,9 +69,11 @@ def loaded_prompts(model, settings, oracle, evict_at_end=True, **options):
 
 @pytest.mark.parametrize("case", some(CASES, "ada-snapkv"))
 def test_tokens_equal_those_of_one_server(tiny_model, oracle, case):
-    settings = SETTINGS | CASES[case]
+    settings, near = SETTINGS | CASES[case], 0.0
+    if "store_dtype" in settings:
+        oracle, near = MaskedModel(tiny_model, stored=packed(4, 4)), NEAR
     outputs, expected = loaded_prompts(
-        tiny_model, settings, oracle, evict_at_end="when" not in settings
+        tiny_model, settings, oracle, evict_at_end="when" not in settings, near=near
     )
     assert outputs == expected
 

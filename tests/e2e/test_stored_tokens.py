@@ -2,6 +2,7 @@
 once (float32)."""
 
 import pytest
+import torch
 
 from tests.e2e.test_sharing import NEW_TOKENS, OPTIONS, POINT, PROMPTS
 from tests.e2e.test_sharing import SETTINGS as SHARING
@@ -12,6 +13,8 @@ from tests.nightly import nightly
 from tests.oracles.engine import engine
 from tests.oracles.masked import MaskedModel, check_tokens
 from tests.oracles.packed import packed
+from tests.profiles import random_profile
+from vllm_kvevict.ops.token_format import PackedFormat
 
 NEAR = 0.01
 """The two sides compute a key in another order, so that now and then one falls on the other side of
@@ -67,6 +70,87 @@ def test_every_policy_at_once(tiny_model_kv4, oracle_kv4):
             assert len(lives[index][0].evictions) >= 2, PLAIN[index]
             agreed, total = check_tokens(oracle_kv4, prompt, together[index], lives[index], NEAR)
             assert agreed == total == 70, PLAIN[index]
+
+
+def not_rotated(monkeypatch):
+    rotation = PackedFormat.rotation
+
+    def encode(self, keys, values):
+        monkeypatch.setattr(PackedFormat, "rotation", lambda _, size, device: torch.eye(size))
+        try:
+            return ENCODE(self, keys, values)
+        finally:
+            monkeypatch.setattr(PackedFormat, "rotation", rotation)
+
+    monkeypatch.setattr(PackedFormat, "encode", encode)
+
+
+def scale_of_a_neighbour(monkeypatch):
+    def encode(self, keys, values):
+        *codes, scales = ENCODE(self, keys, values)
+        return [*codes, scales.roll(1, 0)]
+
+    monkeypatch.setattr(PackedFormat, "encode", encode)
+
+
+ENCODE = PackedFormat.encode
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mutation", [not_rotated, scale_of_a_neighbour])
+def test_each_part_of_the_format_is_needed(tiny_model, monkeypatch, mutation):
+    mutation(monkeypatch)
+    stored = "int4", MaskedModel(tiny_model, stored=packed(*BITS["int4"]))
+    with pytest.raises(AssertionError):
+        test_tokens_equal_the_oracle(tiny_model, stored, 64, False)
+
+
+def test_a_token_is_quantised_once(tiny_model, monkeypatch):
+    """When it is first kept. Another time would change neither its levels nor its scale, but for
+    rounding, so that answers do not show it."""
+    quantised = 0
+
+    def encode(self, keys, values):
+        nonlocal quantised
+        quantised += keys[..., 0].numel()
+        return ENCODE(self, keys, values)
+
+    monkeypatch.setattr(PackedFormat, "encode", encode)
+    settings = dict(policy="ada-snapkv", budget=280, interval=64, store_dtype="int4")
+    with engine(tiny_model, settings) as run:
+        quantised = 0  # A worker compiles its kernels with some tokens of its own.
+        run.generate([random_prompt(700, seed=700)], 200)
+        ((life,),) = run.lives()
+    tail = first = 0
+    for eviction in life.evictions:
+        kept = [p for layer in eviction.positions for head in layer for p in head]
+        first += sum(p >= tail for p in kept)
+        tail = (eviction.n - 32) // 32 * 32
+    assert len(life.evictions) >= 3 and quantised == first > 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("policy", ["probe", "ada-probe"])
+def test_policies_with_a_profile(tiny_model_kv4, oracle_kv4, tmp_path, policy):
+    path, _ = random_profile(tmp_path, tiny_model_kv4, units=8)
+    settings = dict(policy=policy, budget="25%", interval=64, profile=str(path))
+    prompts = [random_prompt(n, seed=n) for n in (900, 640)]
+    with engine(tiny_model_kv4, settings | dict(store_dtype="int4")) as run:
+        assert_exact(oracle_kv4, run, prompts, 150, near=NEAR)
+        assert all(len(lives[0].evictions) >= 2 for lives in run.lives())
+
+
+@pytest.mark.nightly
+def test_a_store_grows_with_the_answer(tiny_model):
+    """Also where a page holds more tokens than come between two evictions."""
+    oracle = MaskedModel(tiny_model, stored=packed(*BITS["int4"]))
+    settings = dict(policy="snapkv", budget="25%", interval=32, store_dtype="int4")
+    with engine(tiny_model, settings) as run:
+        assert_exact(oracle, run, [random_prompt(300, seed=3)], 700, near=NEAR)
+        ((life,),) = run.lives()
+    kept = [len(eviction.positions[0][0]) for eviction in life.evictions]
+    # A quarter of the memory of 900 tokens: five or six pages of 120 tokens beside the window.
+    assert kept[0] == 120 and kept == sorted(kept) and kept[-1] >= 600
 
 
 @pytest.mark.parametrize("tier", ["memory", nightly("file")])

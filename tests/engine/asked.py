@@ -30,20 +30,22 @@ class Asked:
         """Decode steps between evictions."""
         return servers if self.interval is None else int(self.interval)
 
-    def positions(self, end: int, budget: int | str, window: int, block_size: int) -> range:
+    def positions(
+        self, end: int, budget: int | str, window: int, block_size: int, page: int
+    ) -> range:
         """Where a request of ``end`` tokens may evict, prompt and answer, every so many tokens."""
         full = 0 if isinstance(budget, str) else budget
-        kept = max(1, (full - window) // block_size) + -(-window // block_size)
-        kept += -(-self.protect_first // block_size)
+        kept = (max(1, (full - window) // page) + -(-self.protect_first // page)) * page
+        first = (-(-kept // block_size) + -(-window // block_size)) * block_size
         stride = -(-self.every // block_size) * block_size
-        return range(kept * block_size + stride, end + 1, stride)
+        return range(first + stride, end + 1, stride)
 
-    def points(self, end: int, budget: int, window: int, block_size: int) -> list[int]:
+    def points(self, end: int, budget: int, window: int, block_size: int, page: int) -> list[int]:
         """Where prefill of ``end`` tokens may evict at a mean budget: the point, then intervals."""
-        kept = max(1, (budget - window) // block_size) + -(-window // block_size)
-        kept += -(-self.protect_first // block_size)
+        kept = (max(1, (budget - window) // page) + -(-self.protect_first // page)) * page
+        first = kept + -(-window // block_size) * block_size
         stride = -(-self.prefill_interval // block_size) * block_size
-        found = range(kept * block_size + stride, end, stride) if stride else []
+        found = range(first + stride, end, stride) if stride else []
         return sorted({*found, *([self.at] if self.at else [])})
 
 

@@ -58,42 +58,69 @@ class Expected:
         if not asked.prefill_interval:
             return [asked.at] if asked.at else []
         end = self.prefill_ends[request.request_id]
-        return asked.points(end, int(budget), self._setup.window, self._setup.block_size)
+        setup = self._setup
+        return asked.points(end, int(budget), setup.window, setup.block_size, setup.page)
 
     def chain(self, group: int, request: Any) -> list[tuple[int, int, int]]:
         """Where a group evicts, by the tokens so far alone, with the tail start and the blocks that
         it keeps."""
         asked, bs, window = self.asked(request), self._setup.block_size, self._setup.window
-        budget = self._budget(group, asked)
+        budget, page = self._budget(group, asked), self._setup.page
         longest = min(request.num_prompt_tokens + request.max_tokens, self._setup.max_model_len)
         found, tail, store = [], 0, 0
-        for point in asked.positions(longest - 2, budget, window, bs):
-            start = (point - window) // bs
-            wanted = max(store, self.store_blocks(group, request, point))
-            if start - tail + store > wanted:
-                tail, store = start, wanted
+        for point in asked.positions(longest - 2, budget, window, bs, page):
+            if self.gain(group, request, point, tail * bs, store) > 0:
+                store = self.store_blocks(group, request, point, tail * bs, store)
+                tail = (point - window) // bs
                 found.append((point, tail * bs, store))
         return found
 
+    def gain(self, group: int, request: Any, n: int, tail: int = 0, store: int = 0) -> int:
+        """Blocks that an eviction at ``n`` gives back after one that kept ``store`` blocks and the
+        tokens from ``tail`` on, if nobody shares any; 0 or less if there is none."""
+        bs, page = self._setup.block_size, self._setup.page
+        start = (n - self._setup.window) // bs * bs
+        wanted = self.store_blocks(group, request, n, tail, store)
+        given = (start - tail) // bs + store - wanted
+        evicted = start - tail - (wanted - store) * page
+        if page == bs or not isinstance(self._budget(group, self.asked(request)), str):
+            return min(given, evicted // bs)
+        # A share is one of the memory, in which all tokens may fit. It fills whole pages.
+        waits = store and wanted == store and self.store_blocks(group, request, n) > store
+        waits = waits and not self.asked(request).pressure
+        return 0 if evicted < 0 or waits else given
+
     def gives(self, group: int, request: Any, n: int, tail: int) -> bool:
         """Whether an eviction at ``n`` gives blocks back after one with this tail start."""
-        before = (n - self._setup.window) // self._setup.block_size
-        return before > (tail // self._setup.block_size or self.store_blocks(group, request, n))
+        bs, window = self._setup.block_size, self._setup.window
+        return (n - window) // bs > tail // bs if tail else self.gain(group, request, n) > 0
 
-    def store_blocks(self, group: int, request: Any, n: int) -> int:
-        """Blocks that an eviction at ``n`` keeps, never fewer than it keeps of the prompt.
+    def store_blocks(self, group: int, request: Any, n: int, tail: int = 0, store: int = 0) -> int:
+        """Blocks that an eviction at ``n`` keeps, never fewer than it keeps of the prompt, and than
+        the ``store`` before it.
 
-        The pages of protected tokens, which every head has, are added to the budget's.
+        The pages of protected tokens, which every head has, are added to the budget's. In the share
+        of a memory that could hold more tokens, a store has only pages that tokens fill: those of
+        the former one, and the tokens from ``tail`` on.
         """
         asked = self.asked(request)
-        budget = self._budget(group, asked)
+        budget, bs, page = self._budget(group, asked), self._setup.block_size, self._setup.page
         first = asked.at or request.num_prompt_tokens
         lengths = [first, n] if isinstance(budget, str) else [first]
         if asked.every:
             lengths = [n]  # Not of the prompt: another turn has a longer one.
-        first = -(-asked.protect_first // self._setup.block_size)
-        policy = asked.policy
-        return first + max(self._blocks_of(budget, length, group, policy) for length in lengths)
+        found = {}
+        for length in lengths:
+            found[length] = protected = -(-asked.protect_first // page)
+            blocks = self._blocks_of(budget, length, group, asked.policy)
+            start = max(0, length - self._setup.window) // bs * bs
+            if isinstance(budget, str) and page > bs:
+                blocks = min(blocks, max(1, start // page - protected))
+            found[length] += blocks
+        if isinstance(budget, str) and page > bs and store:
+            start = (n - self._setup.window) // bs * bs
+            found[n] = min(found.get(n, 0), store + (start - tail) // page)
+        return max(store, *found.values())
 
     def _blocks_of(self, *asked: Any) -> int:
         """Blocks of a budget at a length, in a group, under a policy; exact fractions are slow."""
@@ -103,18 +130,23 @@ class Expected:
 
     def _count(self, budget: int | str, length: int, group: int, policy: str) -> int:
         constant = isinstance(budget, str)
+        window, page = self._setup.window, self._setup.page
         if isinstance(budget, str):
-            budget = int(length * (float(budget[:-1]) / 100))
-        beside, most = budget - self._setup.window, length - self._setup.window
-        blocks = Fraction(beside) / self._setup.block_size
-        if self._setup.grouped(policy) and beside < most and most >= 2 * self._setup.block_size:
+            memory = length * (float(budget[:-1]) / 100)
+            budget = int(memory)
+            if page > self._setup.block_size and memory > window:
+                more = (memory - window) * page / self._setup.block_size
+                budget = min(length, int(round(window + more, 6)))
+        beside, most = budget - window, length - window
+        blocks = Fraction(beside) / page
+        if self._setup.grouped(policy) and beside < most and most >= 2 * page:
             shares = self._setup.fractions(max(beside, 1), most)
             if constant and self._setup.shares and beside > most * MEASURED_AT:
                 # The layer kept share * MEASURED_AT of its tokens, and now keeps a power of that.
                 power = math.log(beside / most) / math.log(MEASURED_AT)
                 parts = [min(1.0, float(share) * MEASURED_AT) ** power for share in shares]
                 shares = [Fraction(part * len(parts) / sum(parts)) for part in parts]
-            return apportioned(blocks, most // self._setup.block_size, shares)[group]
+            return apportioned(blocks, most // page, shares)[group]
         return max(1, int(blocks))
 
     def joins(self, group: int, request: Any) -> int | None:
@@ -126,12 +158,23 @@ class Expected:
         if not stride:
             return None
         end = self.prefill_ends[request.request_id]
-        outgrown = self.store_blocks(group, request, end) * bs + self._setup.window + stride
         last = min(request.num_prompt_tokens + request.max_tokens, self._setup.max_model_len)
-        due = max(outgrown, end + 1)
+        due = self._outgrown(group, request, end, stride)
         wanted = self.store_blocks(group, request, end) + stride // bs
         due = self._after_context(asked, due, stride, wanted)
         return due if due + 1 < last else None
+
+    def _outgrown(self, group: int, request: Any, end: int, stride: int) -> int:
+        """Where a request that was too short at ``end`` exceeds its budget by an interval.
+
+        The tokens beside the window are whole blocks, and those of a store need not be.
+        """
+        kept = self.store_blocks(group, request, end) * self._setup.page
+        due, step = max(kept + self._setup.window + stride, end + 1), stride
+        bs = self._setup.block_size
+        while ((due - self._setup.window) // bs * bs - kept) // bs < stride // bs:
+            due, step = due + step, 2 * step
+        return due
 
     def _after_context(self, asked: Asked, due: int, stride: int, blocks: int) -> int:
         """Return the length from ``due`` on at which so many blocks after a context are freed.
@@ -167,7 +210,7 @@ class Expected:
         goal, tail, kept, peak = asked.at or end, 0, 0, 0
         due = goal if self.gives(group, request, goal, 0) and goal + 1 < last else 0
         if not due and stride:
-            due = max(store * bs + window + stride, end + 1)
+            due = self._outgrown(group, request, end, stride)
             if shares:
                 due = self._after_context(asked, due, stride, store + stride // bs)
         while due and n >= due and due + 1 < last:

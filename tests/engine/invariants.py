@@ -138,7 +138,7 @@ class Invariants:
             for group in groups
             if point in self.expected.points(group, request)
             and (blocks := self.expected.store_blocks(group, request, point))
-            < tail_start // self.setup.block_size
+            and self.expected.gain(group, request, point) > 0
         }
         assert can == {one.group_id: len(one.store) for one in taken}
         assert {one.tail_start for one in taken} == {tail_start}
@@ -146,7 +146,8 @@ class Invariants:
             made_of = self.expected.made_of(request, point)
             stored = self.expected.made_of(*self._stored[one.group_id, one.store[0]])
             assert stored == made_of, "a store of other tokens"
-            self._lives[request_id].tails[one.group_id] = one.tail_start
+            life = self._lives[request_id]
+            life.tails[one.group_id], life.stores[one.group_id] = one.tail_start, len(one.store)
         self.tally.taken += 1
         self.tally.taken_behind += hit > point
         self.tally.taken_in_use += any(
@@ -214,9 +215,9 @@ class Invariants:
                     if part.published:
                         self._stored[part.group_id, part.store[0]] = request, end
                     progress = entry.progress[part.group_id]
-                    stores = self._lives[request_id].stores
-                    wanted = self.expected.store_blocks(part.group_id, request, end)
-                    wanted = max(wanted, stores.get(part.group_id, 0))
+                    stores, tails = self._lives[request_id].stores, self._lives[request_id].tails
+                    former = tails.get(part.group_id, 0), stores.get(part.group_id, 0)
+                    wanted = self.expected.store_blocks(part.group_id, request, end, *former)
                     if asked.every and not self._lives[request_id].postponed:
                         link = end, part.tail_start, len(part.store)
                         chain = self.expected.chain(part.group_id, request)

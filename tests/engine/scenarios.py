@@ -236,6 +236,12 @@ def settings(request: Request) -> dict[str, Any] | None:
     return asked and {key: value for key, value in asked.items() if key != "kv_transfer_params"}
 
 
+def in_few_bits(scenario: Scenario) -> Scenario:
+    """The same day on a server whose stores have more tokens in a page than other blocks."""
+    setup = replace(scenario.setup, store_dtype=("int4", "int8")[scenario.seed % 2])
+    return replace(scenario, setup=setup)
+
+
 def in_files(scenario: Scenario) -> Scenario:
     """The same day on a server that writes stores to files, most of them on a disk that fails.
 

@@ -375,6 +375,8 @@ class ShadowWorker:
             for position in range(start, end):
                 block = table[position // bs]
                 assert block, f"{row.life} writes position {position} to the null block"
+                if len(self.memory[block]) != bs:  # It was a page of a store.
+                    self.memory[block] = [None] * bs
                 self.memory[block][position % bs] = row.content[position]
                 self.used[row.life[0]][group].add(block)
 
@@ -487,12 +489,12 @@ class ShadowWorker:
             content = [
                 [
                     hash((*row.life, "store", row.evictions, group, index, slot))
-                    for slot in range(bs)
+                    for slot in range(self.setup.page)
                 ]
                 for index in range(len(part.store))
             ]
             if row.lost:
-                content = [[LOST] * bs for _ in part.store]
+                content = [[LOST] * self.setup.page for _ in part.store]
             for block, slots in zip(part.store, content, strict=True):
                 assert block
                 self.memory[block] = list(slots)

@@ -13,6 +13,7 @@ from tests.engine.days import play_until_seen
 from tests.engine.scenarios import (
     Scenario,
     conversing,
+    in_few_bits,
     in_files,
     run,
     streaming_in,
@@ -105,3 +106,19 @@ def test_nor_with_stores_in_files_of_a_disk_that_fails() -> None:
         preemptions aborts resets evictions_at_point
     """.split()
     play_until_seen(accounting, max(1, EXAMPLES // 4), totals, names)
+
+
+def test_nor_with_stores_in_few_bits() -> None:
+    """On all of these days. A page of a store holds no whole number of blocks."""
+    totals: Counter[str] = Counter()
+    days = (lambda day: day), under_pressure, streaming_in, conversing, in_files
+
+    def accounting(scenario: Scenario) -> None:
+        run(days[scenario.seed // 7 % 5](in_few_bits(scenario)), totals)
+
+    names = """
+        evictions_prefill evictions_decode evictions_pressure evictions_inside evictions_in_place
+        evictions_at_point preemptions aborts resets prefix_hits put_off
+        stores_published taken taken_behind stores_saved stores_restored_memory
+    """.split()
+    play_until_seen(accounting, max(1, EXAMPLES // 2), totals, names)

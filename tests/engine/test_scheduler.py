@@ -41,6 +41,19 @@ def test_the_shortest_prompt_that_evicts(setup, length, evicts):
 
 
 @BOTH
+def test_pages_of_stores_hold_more_tokens_than_blocks(setup):
+    core = engine(replace(setup, store_dtype="int4", budget=8 + 2 * 30, max_batched=512))
+    core.add(tokens(100), 8)
+    core.schedule()
+    core.settle()
+    # Two pages of 30 tokens, in the place of the 88 before the tail.
+    assert used_blocks(core) == 2 + 2
+    assert counters(core).blocks_freed == 11
+    assert counters(core).tokens_evicted == 88 - 2 * 30
+    core.finish()
+
+
+@BOTH
 def test_prefill_in_chunks_evicts_with_its_last(setup):
     core = engine(replace(setup, max_batched=45))
     request = core.add(tokens(100), 8)

@@ -165,10 +165,12 @@ def _report_minimum_blocks(config: EvictionConfig, groups: "Sequence[EvictionRul
     # Mean budget for which the smallest share amounts to one block in addition to recent tokens.
     enough = page_tokens / smallest + groups[0].protected
     if config.budget_share is not None:
+        # A share is one of the memory, of which the block has that of fewer tokens.
+        memory = groups[0].block_size / smallest + groups[0].protected
         logger.info(
             "KV eviction: in prompts of less than %d tokens, some layers keep a block of %d tokens "
             "although their share is smaller; the other layers keep correspondingly less.",
-            enough / config.budget_share,
+            memory / config.budget_share,
             page_tokens,
         )
     elif config.budget_tokens is not None and config.budget_tokens < enough:

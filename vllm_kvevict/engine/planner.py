@@ -237,7 +237,7 @@ class StepPlanner:
         self._left -= not in_prefill
         if self._reporter is not None:
             self._reporter.evicted(state.options.policy, in_prefill)
-        sizes = [self._core.managers[eviction.group_id].block_size for eviction in evictions]
+        sizes = [state.progress[part.group_id].rule.page_tokens for part in evictions]
         self._counters.evicted(in_prefill, state.on_demand, evictions, sizes)
         policy, first = state.options.policy, state.options.protect_first
         share, in_context = largest_share(state.progress, end), end <= state.context_end

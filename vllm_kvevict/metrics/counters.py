@@ -83,8 +83,15 @@ class Counters(Totals):
         groups: "Sequence[GroupEviction]",
         sizes: Sequence[int],
     ) -> None:
-        """Count one eviction of a request, given its part in each group and the block size of each
-        group."""
+        """Count one eviction of a request.
+
+        Args:
+            in_prefill: True if the request has not computed its prompt.
+            on_demand: True if memory pressure asked for the eviction.
+            groups: The part of the eviction in each group.
+            sizes: Tokens in a page of a store of each group.
+
+        """
         self.evictions_prefill += in_prefill
         self.evictions_decode += not in_prefill
         self.evictions_pressure += on_demand

@@ -60,7 +60,7 @@ class GroupPositions:
         assert self.candidate is not None
         now, point = self._now, self.candidate
         self.candidate += now.rule.prefill_stride
-        if now.gain(point) < 1:
+        if now.scheduled_gain(point) < 1:
             return False
         self._peaks.append(max(self._peaks[-1], self._blocks(point)))
         now.keep(point)

@@ -79,7 +79,7 @@ class EvictionProgress:
         if rule.may_free:
             # A budget that is a share may keep all tokens of a short text.
             point = rule.next_point(n)
-            while point is not None and point + 1 < last and self.gain(point) < 1:
+            while point is not None and point + 1 < last and self.scheduled_gain(point) < 1:
                 point += rule.prefill_stride
             self.next_eviction = point if point is not None and point + 1 < last else None
         self._limit_prefill()
@@ -193,6 +193,20 @@ class EvictionProgress:
             return freed - wanted
         return min(freed - wanted, evicted // rule.block_size)
 
+    def scheduled_gain(self, n: int) -> int:
+        """Return the gain of an eviction that is scheduled at ``n``; 0 if it should come later.
+
+        A store grows by whole pages. Where a share of the memory has room for another page that the
+        tail does not fill yet, the eviction comes when it does. Evictions before would each evict
+        all that the tail has gained, so that the store would never grow.
+        """
+        grows_later = (
+            self.evicted
+            and self.rule.may_keep_all
+            and self.store_blocks == self.wanted(n) < self.rule.store_blocks(n)
+        )
+        return 0 if grows_later else self.gain(n)
+
     def may_share(self, n: int) -> bool:
         """Return whether other requests may hold the store that an eviction at ``n`` replaces."""
         return self.shares_context and self.requested_point is not None and n > self.requested_point
@@ -216,11 +230,11 @@ class EvictionProgress:
         """
         last, n = sys.maxsize if self.max_length is None else self.max_length, start
         step = pause
-        while n < last and self.gain(n) < gain:
+        while n < last and self.scheduled_gain(n) < gain:
             start, n, step = n, n + step, 2 * step
         while self.may_share(n) and n - start > pause:
             middle = start + (n - start) // pause // 2 * pause
-            start, n = (middle, n) if self.gain(middle) < gain else (start, middle)
+            start, n = (middle, n) if self.scheduled_gain(middle) < gain else (start, middle)
         return self._before_end(n) if n < last else None
 
     def _before_end(self, n: int) -> int | None:
@@ -312,6 +326,9 @@ class EvictionProgress:
             self._schedule_point(n)
             return old, self.tail_start
         if self.on_demand:
+            if stride and self.rule.may_keep_all:
+                # The store grows by whole pages.
+                stride = max(stride, self.rule.page_tokens)
             self.next_eviction, self.no_eviction_before = (
                 None,
                 n + stride if stride else sys.maxsize,

@@ -118,6 +118,13 @@ class EvictionRule:
         return blocks_for(self.every or self.interval, self.block_size) * self.block_size
 
     @property
+    def longest_stride(self) -> int:
+        """Decode steps between two evictions at most: the stride, or as many strides as fill a page
+        of a store that grows by whole pages."""
+        fills = self.may_keep_all and self.stride > 0
+        return blocks_for(self.page_tokens, self.stride) * self.stride if fills else self.stride
+
+    @property
     def pause(self) -> int:
         """Decode steps between attempts to evict: the stride, or four windows in whole blocks if
         nothing evicts in decode.

@@ -298,7 +298,9 @@ def test_a_share_is_one_of_the_tokens_at_each_eviction(rule, prompt_len, replaye
         tail = (n - rule.window) // rule.block_size - old
         before = store * rule.page_tokens + tail * rule.block_size
         if rule.page_tokens > rule.block_size:
-            return kept * rule.page_tokens <= before and kept < store + tail
+            room = store and kept == store and blocks_of_share(rule, n) > kept
+            fits = kept * rule.page_tokens <= before and kept < store + tail
+            return fits and not room
         return kept * rule.page_tokens < before
 
     old = store = 0
@@ -313,14 +315,42 @@ def test_a_share_is_one_of_the_tokens_at_each_eviction(rule, prompt_len, replaye
             assert (soon in walk.evicted_at) == gains(soon, old, store, wanted)
 
 
-def test_a_share_of_a_short_prompt_grows_with_the_answer():
-    rule = EvictionRule(block_size=32, window=32, interval=128, budget_share=0.25)
-    walk = Walk(rule, 20, 20, in_flight=0)
-    walk.prefill(20)
-    for _ in range(8000 - 20):
+@pytest.mark.parametrize("share", [0.125, 0.25])
+@pytest.mark.parametrize(
+    ("block_size", "page_tokens", "prompt"),
+    [(32, 32, 20), (32, 120, 20), (128, 480, 20), (128, 480, 2000), (16, 60, 2000)],
+)
+def test_a_share_grows_with_the_answer(share, block_size, page_tokens, prompt):
+    """Also if a page of the store holds more tokens than come between two evictions."""
+    rule = EvictionRule(block_size, 32, 128, budget_share=share, page_tokens=page_tokens)
+    walk = Walk(rule, prompt, prompt, in_flight=0)
+    walk.prefill(prompt)
+    for _ in range(8000 - prompt):
         walk.step(1)
-    assert 0.22 * 8000 < walk.store_at[-1] * 32 + 32 <= 0.25 * 8000
-    assert len(walk.positional) + walk.stores < 0.25 * 8000 / 32 + 7
+    blocks = share * 8000 / block_size
+    # A page of the store, and the tokens between two evictions.
+    late = (page_tokens + 2 * rule.stride) / block_size
+    assert blocks - 2 - late * share < walk.store_at[-1] <= blocks
+    assert len(walk.positional) + walk.stores < blocks + late + 3
+
+
+@PROFILE
+@given(
+    shares().filter(lambda rule: rule.may_keep_all),
+    st.integers(1, 700),
+    st.lists(st.integers(1, 5), min_size=1, max_size=60),
+)
+def test_an_eviction_that_is_due_stays_due(rule, prompt_len, steps):
+    """Until it runs, which may be some tokens late."""
+    request, n = EvictionProgress(rule, prompt_len, prompt_len), prompt_len
+    if request.is_due(n):
+        request.evict(n)
+    for tokens in steps * 9:
+        n += tokens
+        late = request.next_eviction is not None and n >= request.next_eviction
+        assert request.is_due(n) == late
+        if late and tokens % 2:
+            request.evict(n)
 
 
 def test_a_share_has_a_least_and_a_most():
