@@ -20,7 +20,6 @@ from threading import Lock
 from pydantic import Field
 from tqdm import tqdm
 
-from benchmarks.quality.budget import kept
 from benchmarks.quality.cell import FULL_CELL, Cell
 from benchmarks.quality.endpoint import Endpoint
 from benchmarks.quality.free_report import FIRST_TOKENS, Answer, markdown, summarize
@@ -150,7 +149,7 @@ class FreeAnswers:
         if cell == FULL_CELL:
             return
         with self._lock:
-            if kept(cell.budget, length, plan.window, plan.block_size).evicts:
+            if plan.kept(cell.budget, length).evicts:
                 self.expected[PREFILL] += 1
             if cell.label.endswith(DECODE):
                 # The last token is never read; an eviction may wait for its turn some steps.
@@ -227,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = labels(options.policies)
     plan = Plan(
         chosen, options.budgets, (AWARE,), options.tokens, options.window,
-        options.block_size or BLOCK_SIZE,
+        options.block_size or BLOCK_SIZE, options.store_dtype,
     )  # fmt: skip
     flags = ("--max-num-batched-tokens", SCORING_TOKENS, *profile_flags(options))
     journal = Journal(options.work / f"answers-{NAME}.jsonl", options.resume, folder.name)

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
-from benchmarks.quality.budget import kept
+from benchmarks.quality.budget import Kept, kept
 from benchmarks.quality.cell import FULL_CELL, Cell
 from benchmarks.quality.endpoint import Completion, Endpoint
 from benchmarks.quality.journal import Journal
@@ -24,7 +24,8 @@ Row = TypeVar("Row")
 class Plan:
     """What is asked of each sample, and how the server evicts.
 
-    ``labels`` maps a row of the table to the policy it asks for.
+    ``labels`` maps a row of the table to the policy it asks for, and ``store_dtype`` is
+    ``--kv-eviction-store-dtype`` of the server.
     """
 
     labels: dict[str, str]
@@ -33,6 +34,11 @@ class Plan:
     max_tokens: int | None
     window: int
     block_size: int
+    store_dtype: str = "auto"
+
+    def kept(self, budget: str, point: int) -> Kept:
+        """What an eviction at a point keeps by a budget."""
+        return kept(budget, point, self.window, self.block_size, self.store_dtype)
 
     def cells(self) -> list[Cell]:
         return [
@@ -80,7 +86,7 @@ class Plan:
                 if cell == FULL_CELL:
                     continue
                 point = prompt.point(cell.scenario)
-                found = kept(cell.budget, point, self.window, self.block_size)
+                found = self.kept(cell.budget, point)
                 expected["evictions"] += found.evicts
                 expected["tokens_evicted"] += point - found.tokens
         return expected

@@ -58,7 +58,7 @@ class Run:
         options = self.options
         return Plan(
             variant.labels, options.budgets, options.scenarios, options.max_tokens,
-            options.window, self.block_size,
+            options.window, self.block_size, options.store_dtype,
         )  # fmt: skip
 
     def open_journal(self, variant: Variant, model: str) -> bool:
@@ -110,7 +110,7 @@ class Run:
     def evicts(self, plan: Plan) -> bool:
         """Whether any request of a plan evicts."""
         return any(
-            kept(cell.budget, prompt.point(cell.scenario), plan.window, plan.block_size).evicts
+            plan.kept(cell.budget, prompt.point(cell.scenario)).evicts
             for cell in plan.cells()
             for prompt in self.prompts
         )

@@ -20,7 +20,6 @@ from threading import Lock
 from pydantic import Field
 from tqdm import tqdm
 
-from benchmarks.quality.budget import kept
 from benchmarks.quality.cell import FULL_CELL, Cell
 from benchmarks.quality.endpoint import Completion, Endpoint
 from benchmarks.quality.journal import Journal
@@ -171,9 +170,7 @@ class Dialogues:
 
         turns = converse(self._chat, samples, cell, ask)
         plan, context = self._plan, turns[0].prompt.context
-        evicts = (
-            cell != FULL_CELL and kept(cell.budget, context, plan.window, plan.block_size).evicts
-        )
+        evicts = cell != FULL_CELL and plan.kept(cell.budget, context).evicts
         if asked and evicts:
             with self._lock:
                 self.expected.update({EVICTIONS: 1, REUSED: asked - 1})
@@ -220,8 +217,7 @@ def write(
         "notes": list(notes),
         "context_tokens": fmean(points),
         "kept_tokens": {
-            budget: fmean(kept(budget, p, plan.window, plan.block_size).tokens for p in points)
-            for budget in plan.budgets
+            budget: fmean(plan.kept(budget, p).tokens for p in points) for budget in plan.budgets
         },
         "cells": summarize([{c: [t.score for t in turns] for c, turns in r.items()} for r in rows]),
     }
@@ -253,8 +249,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(str(error)) from None
     labels = {policy: policy for policy in options.policies}
     plan = Plan(
-        labels, options.budgets, (AGNOSTIC,), None, options.window, options.block_size or BLOCK_SIZE
-    )
+        labels, options.budgets, (AGNOSTIC,), None, options.window,
+        options.block_size or BLOCK_SIZE, options.store_dtype,
+    )  # fmt: skip
     variant = Variant(NAME, profile_flags(options), labels)
     journal = Journal(options.work / f"answers-{NAME}.jsonl", options.resume, folder.name)
     with start(options, variant, folder) as server:

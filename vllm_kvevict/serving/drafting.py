@@ -86,6 +86,7 @@ UNTRIED: tuple[tuple[str, Callable[["VllmConfig", "EvictionConfig"], Any]], ...]
     ("with --kv-eviction-every", lambda _, e: e.every),
     ("with --kv-eviction-audit", lambda _, e: e.audits),
     ("with --kv-eviction-store-memory or --kv-eviction-store-path", lambda _, e: e.has_tiers),
+    ("with --kv-eviction-store-dtype", lambda _, e: not e.token_format.as_cached),
 )
 
 

@@ -206,7 +206,7 @@ class Probes:
             eviction: That of the request.
 
         Returns:
-            [L, H, P * block_size, C] float32; anything on padding.
+            [L, H, N, C] float32, with N the tokens of P pages; anything on padding.
 
         """
         num_heads, caches = grid.shape[1], [self._caches[name] for name in names]

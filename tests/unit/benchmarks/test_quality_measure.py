@@ -156,6 +156,15 @@ def test_expected_counters(prompts, journal):
     }
 
 
+def test_expected_counters_of_stores_in_few_bits(prompts, journal):
+    settings = dict(budgets=("20%",), scenarios=(AWARE,), labels={"snapkv": "snapkv"})
+    # The same blocks hold 120 tokens each.
+    assert plan(**settings, store_dtype="int4").expected(prompts, journal) == {
+        "evictions": 3,
+        "tokens_evicted": 256 + 288 + 320 - 3 * 120,
+    }
+
+
 def test_a_server_without_the_plugin_is_refused(endpoint):
     endpoint.check_eviction_per_request((1, 2))
     Handler.refuses = False

@@ -73,6 +73,7 @@ def test_refuses_heads_of_another_shape(draft: dict[str, Any]) -> None:
         (dict(policy="snapkv", every=256), "--kv-eviction-every"),
         (dict(policy="snapkv", audit="1%"), "--kv-eviction-audit"),
         (dict(policy="snapkv", store_memory="1G"), "--kv-eviction-store-memory"),
+        (dict(policy="snapkv", store_dtype="int4"), "--kv-eviction-store-dtype"),
     ],
 )
 def test_refuses_settings(served: Any, settings: dict[str, Any], what: str) -> None:

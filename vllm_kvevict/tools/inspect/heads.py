@@ -33,9 +33,8 @@ def draw_pages(sheet: Sheet, view: View, top: float, rows: float) -> None:
         for (layer, head), count in np.ma.ndenumerate(pages):
             ink = "black" if count > 0.6 * pages.max() else "white"
             axes.text(head, layer, count, ha="center", va="center", color=ink, fontsize=size)
-    axes.set_title(
-        f"pages of {view.run.block_size} tokens kept per KV head", fontsize=10, loc="left"
-    )
+    tokens = view.run.config.rule(view.run.block_size).page_tokens
+    axes.set_title(f"pages of {tokens} tokens kept per KV head", fontsize=10, loc="left")
     axes.set_xlabel("KV head", fontsize=9)
     axes.set_xticks(range(0, heads, max(1, heads // 16)))
     label_layers(axes, view)

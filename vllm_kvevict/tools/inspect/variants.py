@@ -52,7 +52,9 @@ def too_short(
 ) -> str:
     """Why ``end`` tokens, of which ``context`` precede the eviction point, were not evicted."""
     rule = config.rule(block_size)
-    needed = (rule.store_blocks(context) + 1) * block_size + rule.protected
+    needed = rule.store_blocks(context) * rule.page_tokens + rule.protected
+    # A share of the memory that could hold all tokens frees blocks without evicting any.
+    needed += 0 if rule.may_keep_all else block_size
     blocks = f" in blocks of {block_size}" if block_size > 1 else ""
     return (
         f"nothing was evicted, because {end} tokens fit the budget of {rule.budget(context)} "
