@@ -120,10 +120,10 @@ def calibrated(
         return config, None
     words = [str(engine_args.model), *flags(engine_args)]
     by_hand = f"vllm-kvevict calibrate {shlex.join(words)}"
-    failure = FailureFile(profile.cache_folder() / f"{file_name(identity(vllm_config))}.failed")
+    failure = _failure_file(vllm_config)
     problem = None
     if not insists:
-        problem = cannot_calibrate(vllm_config) or failure.read(config.calibrate_seconds)
+        problem = cannot_calibrate(vllm_config) or failed_before(vllm_config, config)
     if problem is None:
         problem = _calibrate(words, by_hand, config.calibrate_seconds, failure)
         if problem is None and find(vllm_config) is None:
@@ -240,6 +240,16 @@ class FailureFile:
             self.path.write_text(json.dumps(value))
         except OSError as error:
             logger.debug("KV eviction: %s: %s", self.path, error)
+
+
+def _failure_file(vllm_config: "VllmConfig") -> FailureFile:
+    return FailureFile(profile.cache_folder() / f"{file_name(identity(vllm_config))}.failed")
+
+
+def failed_before(vllm_config: "VllmConfig", config: "EvictionConfig") -> str | None:
+    """Return why an earlier start could not calibrate a model, so that this one does not try it
+    again; None if it tries."""
+    return _failure_file(vllm_config).read(config.calibrate_seconds)
 
 
 def cannot_calibrate(vllm_config: "VllmConfig") -> str | None:

@@ -24,9 +24,6 @@ LOSS = 0.05
 """Nats per token that answers may lose, where no budget was set and the profile has losses."""
 BUDGET = "25%"
 """Where no profile says which budget it was made for."""
-FOUND, FOUND_BY_FULL_CACHE = 31, 98
-"""Needles of 100 that :data:`WITHOUT_PROFILE` at :data:`BUDGET` and the full cache find if the
-question is not known at the eviction (docs/quality.md)."""
 
 
 def recommended(
@@ -69,16 +66,11 @@ def recommended(
     if not unwanted and is_parent(vllm_config):
         logger.warning(
             "KV eviction: auto uses %s with a budget of %s, because the model has no profile that "
-            "this server can use: %s. Questions that are asked after their context was evicted "
-            "lose most: %s finds %d of 100 needles at %s, and the full cache %d (SmolLM2-135M, "
-            "docs/quality.md). vllm-kvevict calibrate %s makes a profile.",
+            "this server can use: %s. Answers to questions that are asked after their context was "
+            "evicted lose most by it (docs/quality.md). vllm-kvevict calibrate %s makes a profile.",
             found.policy,
             found.budget,
             refusal,
-            WITHOUT_PROFILE,
-            FOUND,
-            BUDGET,
-            FOUND_BY_FULL_CACHE,
             vllm_config.model_config.model,
         )
     _warn_of_budget(vllm_config, config, found)

@@ -257,17 +257,6 @@ def test_a_budget_that_nobody_set_is_named_with_the_usual_one(
     assert says is None or says in lines[0]
 
 
-def test_what_no_profile_costs_is_what_the_page_says() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "quality.md").read_text()
-    table = page.partition("**One needle**")[2].partition("![One needle")[0]
-    rows = {
-        row[0]: row for row in re.findall(r"^\| (.*?) \| (\d+).*?\| (\d+).*?\| (\d+)", table, re.M)
-    }
-    assert rows["`ada-defensive`"][3] == str(recommend.FOUND)
-    assert rows["full cache"][3] == str(recommend.FOUND_BY_FULL_CACHE)
-    assert recommend.WITHOUT_PROFILE == "ada-defensive" and recommend.BUDGET == "25%"
-
-
 def test_a_named_profile_that_does_not_fit_is_no_guess(build: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="No such file"):
         build(dict(policy="auto", profile=str(tmp_path / "none.json")))

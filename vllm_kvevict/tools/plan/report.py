@@ -157,6 +157,7 @@ def as_text(sizing: Sizing) -> str:
         f"model      {model['architecture']}: {model['layers']} layers, per rank "
         f"{model['kv_heads']} KV heads of {model['head_size']}, {model['dtype']}",
         f"eviction   {config.policy}, budget {config.budget}, window {config.window}, "
+        + ("" if config.token_format.as_cached else f"stores in {config.store_dtype}, ")
         + inside
         + (
             f"and every {rule.stride} tokens of the answer"

@@ -9,8 +9,8 @@ from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.names import AUTO, CALIBRATE, CONFIG_KEY
 from vllm_kvevict.config.profile import ProbeFile, Profile
 from vllm_kvevict.serving.activate import activate, check_statistics
-from vllm_kvevict.serving.calibrate import cannot_calibrate, is_usable
-from vllm_kvevict.serving.identity import identity
+from vllm_kvevict.serving.calibrate import cannot_calibrate, failed_before, is_usable
+from vllm_kvevict.serving.identity import Match, identity
 from vllm_kvevict.serving.profile import find
 from vllm_kvevict.serving.recommend import BUDGET, WITH_PROFILE, changed
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 CALIBRATED_FIRST = (
-    "the model has no profile on this machine, so the server calibrates it at its first start. "
+    "the model has no profile of its own on this machine, so the server calibrates it at its first "
+    "start. "
     f"This is a plan for {WITH_PROFILE} with even shares and, without --kv-eviction-budget, "
     f"{BUDGET}; the profile may choose other shares and another budget. A large model is not "
     "calibrated within --kv-eviction-calibrate-seconds: do it before. --kv-eviction-profile none "
@@ -50,14 +51,33 @@ def activated(
     if insists:
         config = changed(config, {"profile": AUTO})
     implicit = config.policy == AUTO and "profile" not in config.model_fields_set
-    if (insists or implicit) and is_usable(vllm_config, config) and find(vllm_config) is None:
+    if (
+        (insists or implicit)
+        and is_usable(vllm_config, config)
+        and _calibrates(vllm_config, insists)
+    ):
         uncalibrated = cannot_calibrate(vllm_config)
+        if uncalibrated is None and implicit:
+            uncalibrated = failed_before(vllm_config, config)
         if uncalibrated is None:
             config = config.model_copy(update={"profile": _unknown(vllm_config)})
             notes.append(CALIBRATED_FIRST)
     with _warnings() as warned:
         activate(vllm_config, config, uncalibrated)
     return *notes, *warned
+
+
+def _calibrates(vllm_config: "VllmConfig", insists: bool) -> bool:
+    """Return whether a server looks for another profile than it has: it has none, or one of a
+    related model, which does not keep it from calibrating unless a profile was asked for by flag.
+
+    Where no weights can be read, a profile may be the model's own.
+    """
+    found = find(vllm_config)
+    if found is None:
+        return True
+    known = identity(vllm_config).weights is not None
+    return known and not insists and found.match is not Match.SAME
 
 
 def _unknown(vllm_config: "VllmConfig") -> Profile:

@@ -9,9 +9,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.profiles import random_profile
+from tests.profiles import identity_of, random_profile
 from tests.token_formats import BYTES
 from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.serving.calibrate import FailureFile
+from vllm_kvevict.serving.identity import file_name
+from vllm_kvevict.serving.profile import cache_folder
 from vllm_kvevict.tools.plan.command import main
 from vllm_kvevict.tools.plan.options import SizingError, parse
 from vllm_kvevict.tools.plan.report import Sizing, as_json, as_text
@@ -104,7 +107,8 @@ def test_auto_plans_what_is_served_without_a_profile(model, flags, reason):
     """The warning is that of the server; without a profile by choice there is none."""
     eviction, notes = eviction_and_notes(model, *LOAD, *KV, *flags)
     assert (eviction["policy"], eviction["budget"]) == ("ada-defensive", "25%")
-    assert ("finds 31 of 100 needles" in notes) == bool(reason) and reason in notes
+    assert ("after their context was evicted lose most" in notes) == bool(reason)
+    assert reason in notes
     assert f"vllm-kvevict calibrate {model} makes a profile" in notes or not reason
 
 
@@ -113,6 +117,38 @@ def test_auto_plans_a_profile_that_is_there(model, tmp_path):
     eviction, notes = eviction_and_notes(model, *LOAD, *KV, "--kv-eviction-profile", str(path))
     assert eviction["policy"] == "probe" and eviction["profile"]["probe"]["file"] == str(path)
     assert "calibrates it at its first start" not in notes
+
+
+def test_auto_plans_what_an_earlier_start_has_found(model, monkeypatch, tmp_path):
+    """Its failure is remembered, for as long as there is no more time than it had."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    name = f"{file_name(identity_of(Path(model)))}.failed"
+    FailureFile(cache_folder() / name).write("it takes 2000 s", seconds=2000.0)
+    eviction, notes = eviction_and_notes(model, *LOAD, *KV)
+    assert (eviction["policy"], eviction["budget"]) == ("ada-defensive", "25%")
+    assert "it takes 2000 s (found at an earlier start" in notes
+    longer = "--kv-eviction-calibrate-seconds", "2500"
+    eviction, notes = eviction_and_notes(model, *LOAD, *KV, *longer)
+    assert eviction["policy"] == "probe" and "calibrates it at its first start" in notes
+
+
+def test_a_profile_of_a_related_model_is_not_planned_for(model, monkeypatch, tmp_path):
+    """The server calibrates, unless it is told to take a profile that it has."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    weights = torch.randn(128, 64)
+    file = Path(model, "model.safetensors")
+    save_file({"model.embed_tokens.weight": weights}, str(file))
+    cache_folder().mkdir(parents=True)
+    name = file_name(identity_of(Path(model)))
+    path, _ = random_profile(cache_folder(), Path(model), layers=(1.2, 0.8))
+    path.rename(cache_folder() / name)
+    eviction, notes = eviction_and_notes(model, *LOAD, *KV)
+    assert eviction["profile"]["layers"] == [1.2, 0.8] and "calibrates it" not in notes
+    save_file({"model.embed_tokens.weight": weights + 0.1 * torch.randn(128, 64)}, str(file))
+    eviction, notes = eviction_and_notes(model, *LOAD, *KV)
+    assert eviction["profile"]["layers"] == [1.0, 1.0] and "calibrates it" in notes
+    eviction, notes = eviction_and_notes(model, *LOAD, *KV, "--kv-eviction-profile", "calibrate")
+    assert eviction["profile"]["layers"] == [1.2, 0.8] and "calibrates it" not in notes
 
 
 def test_nothing_is_measured(model, monkeypatch):
