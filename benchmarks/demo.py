@@ -1,12 +1,13 @@
 """`make demo`: a real model answers the same questions and load, without and with eviction.
 
-Starts `vllm serve` four times: stock, with `--kv-eviction auto`, and with it at half the budget in
-four bits, each on KV memory for two full prompts, and stock with as much as all requests want,
-which is the limit. Asks the first three about long English texts through the OpenAI client, where
-the question is known when the text is evicted and where it is not, drives each with
+Starts `vllm serve` three times: stock, with `--kv-eviction auto`, and with it at half the budget in
+four bits, each on KV memory for two full prompts; and once more, stock with as much as all requests
+want, which is the limit. Asks the first three about long English texts through the OpenAI client,
+where the question is known when the text is evicted and where it is not, drives each with
 `vllm bench serve`, and prints and draws one comparison.
 A first request says how many questions and requests this machine has time for. On a CPU without
-instructions for bfloat16 the servers compute in float32, and the limit is not measured.
+instructions for bfloat16 the servers compute in float32, the load asks for shorter answers, and the
+limit is not measured.
 """
 
 import argparse
@@ -33,6 +34,8 @@ from benchmarks.smollm2 import ModelUnavailable, real_model
 from vllm_kvevict.serving.cpu_dtype import FASTER, fast_dtype
 
 PROMPT, OUTPUT, BLOCK = 2048, 128, 32
+SHORT_OUTPUT = 64
+"""Tokens of an answer of the load on a CPU without instructions for bfloat16."""
 ITEM_SIZES = {"bfloat16": 2, "float32": 4}
 FOLDER = Path(".cache") / "demo"
 POLICY, BUDGET = "auto", "25%"
@@ -43,9 +46,9 @@ CHARACTERS = 8000
 """Of a text: about 1,800 tokens."""
 
 
-ASKED, LOADED = 6, 8
+ASKED, LOADED = 6, 2
 """Full prompts' work for a question (to three servers, known and not known), and for a request of
-the load (to four servers, with a longer answer)."""
+the load to one server, with a longer answer."""
 
 SIZES = ((6, 8), (5, 6), (4, 6), (4, 5), (3, 4), (2, 4))
 """Questions and requests of the load, from what a machine does that is fast enough to what every
@@ -62,20 +65,21 @@ def block_bytes(model: Path, dtype: str = "bfloat16") -> int:
     return heads * BLOCK * 2 * config["head_dim"] * ITEM_SIZES[dtype]
 
 
-def size_for(seconds: float) -> tuple[int, int]:
+def size_for(seconds: float, servers: int) -> tuple[int, int]:
     """Return the questions and the requests for which this machine has time.
 
     Args:
         seconds: Time of a first request.
+        servers: Number of servers that get the load.
 
     """
-    fitting = (size for size in SIZES if seconds * work(*size) <= TARGET_S)
+    fitting = (size for size in SIZES if seconds * work(*size, servers) <= TARGET_S)
     return next(fitting, SIZES[-1])
 
 
-def work(questions: int, requests: int) -> int:
-    """Return the work of a size, in requests like the first."""
-    return ASKED * questions + LOADED * requests
+def work(questions: int, requests: int, servers: int) -> int:
+    """Return the work of a size, in requests like the first, if so many servers get the load."""
+    return ASKED * questions + LOADED * requests * servers
 
 
 NAMES = {
@@ -184,7 +188,8 @@ class Demo:
     """The size of the comparison, and its rows.
 
     ``size`` is None for as many questions and requests as this machine has time for. ``limit`` says
-    whether there is a server with memory for all requests.
+    whether there is a server with memory for all requests. ``output`` is the number of tokens that
+    each request of the load generates.
     """
 
     model: Path
@@ -192,6 +197,7 @@ class Demo:
     eviction: list[str]
     size: tuple[int | None, int | None]
     limit: bool = True
+    output: int = OUTPUT
 
     def run(self) -> tuple[list[Question], dict[str, dict]]:
         """The questions, and a row for each server, of :data:`NAMES`.
@@ -212,21 +218,22 @@ class Demo:
             print(started, flush=True)
             servers = start(arguments, self.model, stack)
             seconds = first_request(servers["stock"], self.model)
-            chosen = size_for(seconds)
+            chosen = size_for(seconds, len(servers))
             count, requests = (own or found for own, found in zip(self.size, chosen, strict=True))
-            expected = seconds * work(count, requests) / 60
+            expected = seconds * work(count, requests, len(servers)) / 60
             print(
                 f"A first question took {seconds:.1f} s: {count} questions and {requests} requests "
                 f"of load, about {max(1, expected):.0f} min",
                 flush=True,
             )
             asked = questions(count, CHARACTERS)
-            return asked, self._rows(servers, asked, Load(PROMPT, OUTPUT, requests, requests))
+            return asked, self._rows(servers, asked, Load(PROMPT, self.output, requests, requests))
 
     def _rows(self, servers: dict[str, Server], asked: list[Question], load: Load) -> dict:
         rows: dict[str, dict] = {}
         left = "{desc} |{bar}| {percentage:3.0f}% [{elapsed}<{remaining}]"
-        with tqdm(total=work(len(asked), load.num_prompts), bar_format=left) as bar:
+        total = work(len(asked), load.num_prompts, len(servers))
+        with tqdm(total=total, bar_format=left) as bar:
             for label in ("stock", *EVICTING):
                 bar.set_description(f"{NAMES[label]}: asking over HTTP")
                 evicts = label in EVICTING
@@ -234,11 +241,10 @@ class Demo:
             # One at a time: they share the machine.
             for label, server in servers.items():
                 bar.set_description(f"{NAMES[label]}: vllm bench serve")
-                end = bar.n + load.num_prompts * LOADED / len(servers)
+                end = bar.n + load.num_prompts * LOADED
 
-                # The client's trial request ends as well.
-                def finished(ended: int, end: float = end) -> None:
-                    bar.update(min(ended * LOADED / len(servers), end - bar.n))
+                def finished(ended: int, end: int = end) -> None:
+                    bar.update(min(ended * LOADED, end - bar.n))
 
                 found = measure(server, self.model, load, finished)
                 bar.update(end - bar.n)
@@ -352,7 +358,8 @@ def main() -> int:
     eviction = ["--kv-eviction", options.policy, "--kv-eviction-budget", options.budget]
     began = time.monotonic()
     size = options.questions, options.requests
-    asked, rows = Demo(model, dtype, eviction, size, limit=not slow).run()
+    output = SHORT_OUTPUT if slow else OUTPUT
+    asked, rows = Demo(model, dtype, eviction, size, limit=not slow, output=output).run()
     requests = int(rows["eviction"]["completed"])
     memory = f"{blocks(2) * block_bytes(model, dtype) / 2**20:.0f} MiB"
     shown = "\n".join(
@@ -363,7 +370,7 @@ def main() -> int:
             f"--kv-eviction {options.policy} --kv-eviction-budget {options.budget},\n"
             f"and with {' '.join(FEW_BITS)}:",
             side_by_side(asked, rows),
-            f"\nLoad: {PROMPT}-token prompts, {OUTPUT} new tokens, {requests} requests, "
+            f"\nLoad: {PROMPT}-token prompts, {output} new tokens, {requests} requests, "
             f"all at once, in {dtype};\nKV memory for two full prompts ({memory})\n",
             table(rows),
         ]
