@@ -66,11 +66,10 @@ def load() -> list[list[str]]:
     """README's second table: some columns of alternatives.md, and no row of both savings."""
     found = table(RESULTS / "alternatives.md", "", "kept")
     return [
-        [row["kept"], *(row[f"`later`, {asked}"].split()[0] for asked in ("known", "not known")),
-         *list(row.values())[7:]]
+        [row["kept"], *list(row.values())[7:]]
         for row in found
         if row[""] != "FP8 KV cache and `auto`"
-    ]  # fmt: skip
+    ]
 
 
 def under_load() -> list[list[str]]:
