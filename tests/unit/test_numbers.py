@@ -117,6 +117,23 @@ def chats() -> list[list[str]]:
     ]  # fmt: skip
 
 
+def growing() -> list[list[str]]:
+    """Some turns of docs/results.md, of conversations that grow."""
+    turns, _ = tables((RESULTS / "chat_every.md").read_text())
+    of = {(row["server"], row["turn"]): row for row in turns}
+
+    def row(turn: str) -> list[str]:
+        stock, tiers = of["stock", turn], of["every N tokens, tiers", turn]
+        files = of["every N tokens, from files, restarted", turn]
+        return [
+            f"{float(stock['TTFT, median, s']):.1f} s", tiers[RATIO], files[RATIO],
+            stock["of the new"], tiers["of the new"],
+            stock["right answers"], tiers["right answers"],
+        ]  # fmt: skip
+
+    return [row(turn) for turn in ("2", "4", "6", "8", "3 on")]
+
+
 def alternatives() -> list[list[str]]:
     """The rows of docs/results.md, which shows the whole table."""
     found = table(RESULTS / "alternatives.md", "", "kept")
@@ -141,6 +158,7 @@ SHOWN: list[tuple[Path, tuple[str, ...], int, Callable[[], list[list[str]]]]] = 
     (PAGE, ("", "kept"), 1, alternatives),
     (PAGE, ("memory for",), 1, under_load),
     (PAGE, ("", "right"), 1, chats),
+    (PAGE, ("turn",), 1, growing),
     (PAGE, ("", "output tokens/s"), 1, on_a_gpu),
 ]
 """Page, first titles of a table, columns that name its rows, and what its other cells must be."""
