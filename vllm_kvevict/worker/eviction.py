@@ -282,7 +282,7 @@ class WorkerEviction:
         """Read the candidates, score them, allocate pages to heads and move the survivors."""
         policy, state = self.policies[eviction.policy], self.states[group.group_id]
         whole = self._reader.holdings(eviction, group, state, row)
-        failed, parts = False, []
+        failed, pages, parts = False, [], []
         for holdings in whole.parts():
             inputs = self._reader.inputs(policy.requirements, holdings)
             try:
@@ -296,8 +296,12 @@ class WorkerEviction:
                 recency = torch.where(holdings.valid, holdings.columns.float(), -torch.inf)
                 survivors = self._allocate(policy, holdings, recency)
             log_weights = self._move(policy, holdings, survivors, inputs.made)
-            parts.append((survivors, log_weights))
-        self._record(policy, whole, parts)
+            pages.append(survivors.pages)
+            if self.listeners:
+                # The tokens of all layers are large, and an eviction runs in a workspace.
+                parts.append((survivors, log_weights))
+            del survivors, log_weights
+        self._record(policy, whole, joined(pages), parts)
 
     def _score(self, policy: Policy, holdings: Holdings, inputs: Inputs) -> torch.Tensor:
         """Return the scores [L, H, N] float32 of the candidates.
@@ -372,6 +376,7 @@ class WorkerEviction:
         self,
         policy: Policy,
         holdings: Holdings,
+        pages: torch.Tensor,
         parts: Sequence[tuple[Survivors, torch.Tensor | None]],
     ) -> None:
         """Record an eviction in the state, and report it.
@@ -379,11 +384,11 @@ class WorkerEviction:
         Args:
             policy: The policy.
             holdings: The pages of all layers of the group.
-            parts: Survivors and log-weights of some layers each, in order.
+            pages: [L, H] pages that each head keeps.
+            parts: Survivors and log-weights of some layers each, in order, for listeners.
 
         """
         weighted, group = policy.requirements.weighs, holdings.group
-        pages = joined([survivors.pages for survivors, _ in parts])
         holdings.state.record(holdings.row, group.tail_start, holdings.store, pages, weighted)
         self.meter.pages(pages)
         if not self.listeners:

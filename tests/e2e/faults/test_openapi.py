@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks.server import Server
-from tests.e2e.faults.conftest import AMPLE_BLOCKS, AMPLE_LEN, PATIENCE_S, arguments
+from tests.e2e.faults.conftest import AMPLE_BLOCKS, AMPLE_LEN, EVICTION, PATIENCE_S, arguments
 from tests.e2e.faults.sizes import size
 from tests.e2e.faults.storm import POLICIES
 from tests.e2e.test_server import complete, wait_for
@@ -159,6 +159,18 @@ def replay(server: Server, entry: dict[str, Any]) -> int:
         return error.code
 
 
+SHORT = ["--override-generation-config", json.dumps(dict(max_new_tokens=8))]
+"""Half of the requests lack a field, and without a limit of its own a request would generate up to
+the length of the model: a thousand of them for hours."""
+
+
+@pytest.fixture
+def ample(tiny_model, tmp_path):
+    args = [*arguments(AMPLE_BLOCKS, AMPLE_LEN), *EVICTION, *SHORT]
+    with Server(tiny_model, args, tmp_path / "server.log", PATIENCE_S) as server:
+        yield server
+
+
 @pytest.mark.timeout(7200)
 def test_no_server_error_of_ours(ample, tiny_model, tmp_path):
     prompt = random_prompt(200, seed=3)
@@ -185,7 +197,7 @@ def test_no_server_error_of_ours(ample, tiny_model, tmp_path):
     entries = everything + ours
     failed = [e for e in entries if e["response"]["status"] >= 500 or not e["response"]["status"]]
     if failed:
-        args = arguments(AMPLE_BLOCKS, AMPLE_LEN)
+        args = [*arguments(AMPLE_BLOCKS, AMPLE_LEN), *SHORT]
         with Server(tiny_model, args, tmp_path / "log", PATIENCE_S) as stock:
             new = [e["request"] for e in failed if replay(stock, e) < 500]
         print(f"{len(failed)} server errors, {len(failed) - len(new)} of them vLLM's own")
