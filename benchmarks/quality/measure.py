@@ -37,7 +37,7 @@ class Plan:
     store_dtype: str = "auto"
 
     def kept(self, budget: str, point: int) -> Kept:
-        """What an eviction at a point keeps by a budget."""
+        """Return what an eviction at ``point`` keeps with this budget."""
         return kept(budget, point, self.window, self.block_size, self.store_dtype)
 
     def cells(self) -> list[Cell]:

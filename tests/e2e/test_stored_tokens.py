@@ -149,7 +149,7 @@ def test_a_store_grows_with_the_answer(tiny_model):
         assert_exact(oracle, run, [random_prompt(300, seed=3)], 700, near=NEAR)
         ((life,),) = run.lives()
     kept = [len(eviction.positions[0][0]) for eviction in life.evictions]
-    # A quarter of the memory of 900 tokens: five or six pages of 120 tokens beside the window.
+    # From 768 tokens on, a quarter of the memory holds the window and five pages of 120 tokens.
     assert kept[0] == 120 and kept == sorted(kept) and kept[-1] >= 600
 
 

@@ -167,7 +167,8 @@ class Expected:
     def _outgrown(self, group: int, request: Any, end: int, stride: int) -> int:
         """Where a request that was too short at ``end`` exceeds its budget by an interval.
 
-        The tokens beside the window are whole blocks, and those of a store need not be.
+        Tokens leave the tail in whole blocks. The tokens of a store need not be a whole number of
+        blocks.
         """
         kept = self.store_blocks(group, request, end) * self._setup.page
         due, step = max(kept + self._setup.window + stride, end + 1), stride

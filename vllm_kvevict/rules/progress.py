@@ -326,12 +326,10 @@ class EvictionProgress:
             self._schedule_point(n)
             return old, self.tail_start
         if self.on_demand:
-            if stride and self.rule.may_keep_all:
-                # The store grows by whole pages.
-                stride = max(stride, self.rule.page_tokens)
+            pause = self.rule.longest_stride
             self.next_eviction, self.no_eviction_before = (
                 None,
-                n + stride if stride else sys.maxsize,
+                n + pause if pause else sys.maxsize,
             )
             return old, self.tail_start
         if not self._stop_inside(n):
