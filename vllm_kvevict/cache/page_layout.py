@@ -7,6 +7,7 @@ from functools import cached_property
 
 import torch
 
+from vllm_kvevict.ops.cpu.move import TokenMoves
 from vllm_kvevict.ops.fp8 import typed
 
 BASE = 16
@@ -89,6 +90,10 @@ class PageLayout:
         return tuple(_View(part) for part in (self.keys, self.values) if part.numel())
 
     @cached_property
+    def _moves(self) -> TokenMoves:
+        return TokenMoves(torch.cat([self.keys, self.values], dim=-1))
+
+    @cached_property
     def slot_size(self) -> int | None:
         """Number of elements of a token if tokens follow one another in a page, else None."""
         offsets = torch.cat([self.keys, self.values], dim=-1)
@@ -138,8 +143,7 @@ class PageLayout:
             moved = tokens.index_select(0, source_page * self.block_size + source_slot)
             pages.index_copy_(0, target_page, moved.view(-1, pages.shape[1]))
             return
-        for view in self._views:
-            view.copy(pages, source_page, source_slot, target_page)
+        self._moves(pages, source_page, source_slot, target_page)
 
 
 def _split(offsets: torch.Tensor) -> tuple[int, int, int, int] | None:
@@ -171,8 +175,8 @@ class _View:
         self.even = False
         if by_token and by_dim:
             self.even = torch.equal(offsets, offsets[:, :1] + dims)
-            (outer, self.inner, *token_strides), (groups, size, *dim_strides) = by_token, by_dim
-            self.shape = (outer, self.inner, groups, size)
+            (outer, inner, *token_strides), (groups, size, *dim_strides) = by_token, by_dim
+            self.shape = (outer, inner, groups, size)
             self.strides = (*token_strides, *dim_strides)
             # Dimensions of the view from the largest stride to the smallest, which is memory order.
             self.order = sorted(range(4), key=lambda dim: -self.strides[dim])
@@ -202,48 +206,6 @@ class _View:
         """Return a copy of pages ``index`` [P] of :meth:`strided`, in memory order."""
         read = self._ordered(strided).index_select(0, index)
         return read.permute(0, *(1 + self.order.index(dim) for dim in range(4)))
-
-    def copy(
-        self,
-        pages: torch.Tensor,
-        source_page: torch.Tensor,
-        source_slot: torch.Tensor,
-        target_page: torch.Tensor,
-    ) -> None:
-        """Copy tokens as :meth:`PageLayout.copy` does."""
-        strided = self.strided(pages)
-        if strided is None:
-            tokens = pages[source_page[:, None], self.offsets[source_slot]]
-            target = target_page[:, None, None].expand(-1, *self.offsets.shape)
-            pages[target, self.offsets] = tokens.view(target.shape)
-            return
-        tokens = self._tokens(strided, source_page, source_slot)
-        tokens = tokens.unflatten(0, (-1, *self.shape[:2])).view(-1, *self.shape)
-        self._ordered(strided).index_copy_(0, target_page, self._ordered(tokens))
-
-    def _tokens(
-        self, strided: torch.Tensor, source_page: torch.Tensor, source_slot: torch.Tensor
-    ) -> torch.Tensor:
-        """Return a copy [K, groups of dims, dims in a group] of some tokens.
-
-        On a CPU, indexing :meth:`strided` takes several times as long as indexing one dimension of
-        an overlapping view that has one token for every element offset.
-        """
-        groups, size = self.shape[2:]
-        in_one_piece = groups == 1 and self.strides[3] == 1
-        if not in_one_piece:
-            # The elements of a token are far apart, so pages are first read in memory order.
-            source_page, place = source_page.unique_consecutive(return_inverse=True)
-            strided, source_page = self._read_pages(strided, source_page), place
-        by_page, by_outer, by_inner, by_group, by_dim = strided.stride()
-        outer, inner = source_slot // self.inner, source_slot % self.inner
-        begin = source_page * by_page + outer * by_outer + inner * by_inner
-        last = (len(strided) - 1) * by_page
-        last += (self.shape[0] - 1) * by_outer + (self.inner - 1) * by_inner
-        if in_one_piece:
-            return strided.as_strided((last + 1, 1, size), (1, 1, 1)).index_select(0, begin)
-        tokens = strided.as_strided((groups, size, last + 1), (by_group, by_dim, 1))
-        return tokens.gather(2, begin.expand(groups, size, -1)).permute(2, 0, 1)
 
     def _ordered(self, strided: torch.Tensor) -> torch.Tensor:
         return strided.permute(0, *(1 + dim for dim in self.order))

@@ -1,6 +1,7 @@
-"""Pieces of an eviction by PyTorch operations: a CPU takes one layer at a time, a GPU many heads.
+"""Pieces of an eviction by PyTorch operations: the heads that are taken at once.
 
-Launches cost a GPU more than the work of one layer, and memory bounds what it can take at once.
+Launches cost a GPU more than the work of one layer, and memory bounds what it can take at once. On
+a CPU this holds for what its caches keep, and larger layers are taken one at a time.
 Heads are numbered layer by layer: head h of layer l is ``l * H + h``.
 """
 
@@ -8,7 +9,12 @@ from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 
+from vllm_kvevict.ops.torch.buffers import by_dimension
 from vllm_kvevict.ops.torch.score import logits_at_once
+
+FLOATS = 2**18
+"""Maximum number of float32 numbers of an operation on a CPU, 1 MiB, unless one layer has more. The
+caches of a CPU hold them, and fewer take longer to start than to compute."""
 
 COLUMNS = 2**21
 """Maximum number of candidate columns of all heads of the layers that a GPU takes at once, unless
@@ -45,7 +51,7 @@ def heads_at_once(device: torch.device, num_heads: int, elements: int) -> int:
 
     """
     if device.type == "cpu":
-        return num_heads
+        return num_heads * max(1, FLOATS // max(1, num_heads * elements))
     count = max(1, logits_at_once(device) // max(1, elements))
     return count if count < num_heads else count // num_heads * num_heads
 
@@ -108,5 +114,12 @@ def by_layer(heads: slice, num_heads: int) -> Iterator[tuple[int, slice]]:
 
 
 def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the concatenation of parts along the first dimension; a single part is not copied."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    """Return the concatenation of parts along the first dimension; a single part is not copied.
+
+    Parts [H, N, D] that lie by dimension are joined to a tensor that does so as well.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    if parts[0].ndim == 3 and by_dimension(parts[0]):
+        return torch.cat([part.mT for part in parts]).mT
+    return torch.cat(list(parts))

@@ -201,7 +201,7 @@ class CandidateReader:
         """Yield the blocks of the L * H heads that are scored together."""
         num_heads, device = holdings.grid.shape[1], holdings.grid.device
         first = self.caches[holdings.layer_names[0]]
-        together = (needs.heads_alone or needs.layers_alone) and device.type != "cpu"
+        together = needs.heads_alone or needs.layers_alone
         at_once = num_heads
         if together:
             rows = 1
@@ -212,6 +212,9 @@ class CandidateReader:
             if needs.keys_in_place:
                 width = width_in_place(width, 4 if first.is_fp8 else first.pages.itemsize)
             width = max(rows, width)
+            if device.type == "cpu" and not needs.keys and holdings.eviction.ring is None:
+                # No keys are read, so that a column is one number.
+                width = 1
             at_once = heads_at_once(device, num_heads, holdings.num_columns * width)
             if not needs.heads_alone:
                 at_once = max(at_once, num_heads)

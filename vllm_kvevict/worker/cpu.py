@@ -74,7 +74,10 @@ class EvictingCPUWorker(EvictionWorkerMixin, CPUWorker):
             layer = self._layer(name)
             if isinstance(layer.impl, EvictingLatentImpl):
                 layer.impl.layer = layer
-            warm_up(worker.cache(name))
+            cache = worker.cache(name)
+            warm_up(cache)
+            # Copies are compiled at their first call.
+            cache.layout.copy(cache.pages, *[torch.empty(0, dtype=torch.int64)] * 3)
 
 
 @lru_cache

@@ -219,7 +219,7 @@ class Probes:
         layers = [probes[name] for name in names]
         elements = (grid.shape[-1] - store_pages) * caches[0].layout.keys.numel()
         blocks = head_blocks(
-            [self._kind(index, layer, grid.is_cpu) for index, layer in enumerate(layers)],
+            [self._kind(layer) for layer in layers],
             num_heads,
             heads_at_once(grid.device, num_heads, elements),
         )
@@ -255,9 +255,9 @@ class Probes:
         return torch.cat([torch.stack(stored), scores], dim=2)
 
     @staticmethod
-    def _kind(index: int, probe: LayerProbe, alone: bool) -> Hashable:
+    def _kind(probe: LayerProbe) -> Hashable:
         """Return a value that is equal for layers whose keys may be scored together."""
-        return index if alone else None if probe.rotary is None else id(probe.rotary.module)
+        return None if probe.rotary is None else id(probe.rotary.module)
 
     def free_buffers(self) -> None:
         """Drop the buffers of the last eviction, and its rotations of 8 * R bytes per token."""

@@ -5,6 +5,7 @@ import torch
 
 from tests.hardware import AMX
 from vllm_kvevict.cache.page_layout import PageLayout
+from vllm_kvevict.ops.cpu import move
 from vllm_kvevict.worker.cpu import measure_layout
 
 
@@ -69,11 +70,14 @@ PACKINGS = {
 }
 
 
+@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("values", PACKINGS)
 @pytest.mark.parametrize("keys", PACKINGS)
-def test_tokens_are_copied_as_if_all_were_read_first(keys, values, dtype):
+def test_tokens_are_copied_as_if_all_were_read_first(keys, values, dtype, threads, monkeypatch):
     """Pages lie in a larger tensor; some targets are sources, in any order."""
+    monkeypatch.setattr(move, "ALONE", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     torch.manual_seed(0)
     layout = PageLayout(3 + PACKINGS[keys], 130 + PACKINGS[values])
     pages = torch.randint(1, 100, (14, 260)).to(dtype)[2:]

@@ -17,6 +17,7 @@ from vllm_kvevict.policies import nacl, subgen
 from vllm_kvevict.policies.base import Requirements
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.policies.tova import TOVA
+from vllm_kvevict.worker.candidates import CandidateReader
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -35,6 +36,12 @@ SIZES = {
 def upload_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine of another test in this process leaves that of vLLM's CPU runner in its place."""
     monkeypatch.setattr(nacl, "async_tensor_h2d", async_tensor_h2d)
+
+
+@pytest.fixture(autouse=True)
+def one_layer_at_a_time_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The results on the CPU are those that others are compared with."""
+    monkeypatch.setattr(pieces, "FLOATS", 1)
 
 
 @pytest.mark.parametrize(
@@ -240,8 +247,38 @@ def test_blocks_hold_every_head_once(kinds, at_once):
         assert named == list(range(block.start, block.stop))
 
 
-def test_a_cpu_takes_one_layer_at_a_time():
+@pytest.mark.parametrize("policy", [*FUSED, *OTHERS])
+def test_small_layers_are_taken_together_on_a_cpu(policy, monkeypatch):
+    options = dict(fused=False, networks="probe" in policy)
+    plain, plans = worker(policy, **options), steps(policy, in_place=True)
+    run(plain, plans)
+    monkeypatch.setattr(pieces, "FLOATS", 2**24)
+    real, seen = CandidateReader.candidates, []
+
+    def candidates(*args):
+        seen.append(real(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(CandidateReader, "candidates", candidates)
+    made = worker(policy, **options)
+    run(made, plans)
+    assert made.evictions == plain.evictions == 4
+    assert_same(made, plain)
+    assert {found.num_layers for found in seen} == {1, 2}, "groups of one layer and of two"
+
+
+@pytest.mark.parametrize("by_dimension", [True, False])
+def test_joined_keys_lie_as_their_parts(by_dimension):
+    whole = torch.randn(5, 7, 6).mT if by_dimension else torch.randn(5, 6, 7)
+    found = pieces.joined([whole[:2], whole[2:]])
+    assert torch.equal(found, whole) and found.stride() == whole.stride()
+
+
+def test_a_cpu_takes_as_many_layers_as_its_caches_hold(monkeypatch):
+    monkeypatch.undo()
     cpu, gpu = torch.device("cpu"), torch.device("meta")
+    assert pieces.heads_at_once(cpu, 8, pieces.FLOATS // 8) == 8
+    assert pieces.heads_at_once(cpu, 8, pieces.FLOATS // 30) == 24
     assert (
         pieces.heads_at_once(cpu, 8, 10**9) == 8 and pieces.layers_at_once(cpu, 32, 8, 10**6) == 32
     )

@@ -1,18 +1,18 @@
-"""Stores in few bits on a CPU: decode attention and levels, compiled by numba, which vLLM requires.
+"""Stores in few bits on a CPU: decode attention and levels, compiled.
 
 :mod:`vllm_kvevict.attention.stored` is the reference of attention and runs all other steps,
 :func:`vllm_kvevict.ops.token_format.quantise` is the reference of levels.
 """
 
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
+
+from vllm_kvevict.ops.cpu.compiled import load_numba, run
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def decode_kernel(
       exponentials relative to it and weighted sum of values, rotated;
     - ``begin`` and ``end``: the sequences of this call.
     """
-    numba = _numba()
+    numba = load_numba()
     joint = key_bits + value_bits <= 8
     shift, mask = (value_bits, (1 << value_bits) - 1) if joint else (0, 255)
     key_middle, value_middle = (2**key_bits - 1) / 2, (2**value_bits - 1) / 2
@@ -146,7 +146,7 @@ def tail_kernel(head_size: int, wide: bool) -> Callable[..., None]:
     - ``key_places`` and ``value_places`` [block_size, D] int64 offsets of the elements in a page;
     - ``top``, ``total`` and ``output``, not rotated: read and updated.
     """
-    numba, size = _numba(), head_size
+    numba, size = load_numba(), head_size
 
     @numba.njit(nogil=True, fastmath={"reassoc", "contract", "arcp", "nsz"}, boundscheck=False)
     def kernel(
@@ -207,7 +207,7 @@ def _levels_kernel(width: int, bits: int) -> Callable[..., None]:
     to choose from, ``levels`` [N, width] uint8 and ``chosen`` [N] int64, written, and the groups of
     this call.
     """
-    numba, middle = _numba(), np.float32((2**bits - 1) / 2)
+    numba, middle = load_numba(), np.float32((2**bits - 1) / 2)
 
     @numba.njit(nogil=True, fastmath={"reassoc", "contract", "nsz"}, boundscheck=False)
     def kernel(elements: Any, scales: Any, levels: Any, chosen: Any, begin: int, end: int) -> None:
@@ -249,21 +249,11 @@ def quantise(
     chosen = torch.empty(len(elements), dtype=torch.int64)
     arrays = [one.contiguous().numpy() for one in (elements, scales)]
     kernel = _levels_kernel(elements.shape[1], bits)
-    run(kernel, len(elements), *arrays, levels.numpy(), chosen.numpy())
+    run(
+        kernel, len(elements), *arrays, levels.numpy(), chosen.numpy(),
+        threads=torch.get_num_threads(),
+    )  # fmt: skip
     return levels, scales.gather(1, chosen[:, None])[:, 0]
-
-
-def _numba() -> Any:
-    """Import numba, in a way that a second engine of the process can start.
-
-    vLLM looks through the ``__dict__`` of everything that a module names when an engine starts, and
-    llvmlite's library returns a function for that name.
-    """
-    import numba
-    from llvmlite.binding import ffi
-
-    ffi.lib._fntab.setdefault("__dict__", {})
-    return numba
 
 
 @lru_cache
@@ -271,32 +261,6 @@ def numbers(dtype: torch.dtype) -> np.ndarray:
     """Return the numbers of all patterns of a 16-bit type: [65536] float32."""
     patterns = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).roll(1 << 15)
     return patterns.view(dtype).float().numpy()
-
-
-@lru_cache
-def _pool(threads: int, cores: frozenset[int]) -> ThreadPoolExecutor:
-    """Threads on all cores of the process. vLLM binds the thread that starts them to one core."""
-    return ThreadPoolExecutor(
-        threads, "kv-eviction-attention", lambda: os.sched_setaffinity(0, cores)
-    )
-
-
-def run(kernel: Callable[..., None], count: int, *arrays: Any) -> None:
-    """Run a kernel for ``count`` sequences on as many threads as torch has."""
-    threads = min(torch.get_num_threads(), count)
-    if threads < 2:
-        kernel(*arrays, 0, count)
-        return
-    ends = [count * i // threads for i in range(threads + 1)]
-    pool = _pool(threads - 1, CORES)
-    others = [pool.submit(kernel, *arrays, *ends[i : i + 2]) for i in range(1, threads)]
-    kernel(*arrays, *ends[:2])
-    for other in others:
-        other.result()
-
-
-CORES = frozenset(os.sched_getaffinity(0))
-"""The cores of the process when it started, before vLLM binds its threads."""
 
 
 def decode(
@@ -341,7 +305,7 @@ def decode(
     run(
         decode_kernel(size, *bits, groups), count, rotated.contiguous().numpy(),
         *stored.arrays, planes[0].numpy(), planes[-2].numpy(), scales, numbers(torch.float16),
-        cap, top.numpy(), total.numpy(), output.numpy(),
+        cap, top.numpy(), total.numpy(), output.numpy(), threads=torch.get_num_threads(),
     )  # fmt: skip
     output = output @ rotation
     wide = cache.dtype == torch.float32
@@ -350,6 +314,6 @@ def decode(
     run(
         tail_kernel(size, wide), count, queries.contiguous().numpy(), *tail.arrays,
         lengths.numpy(), held, table, *(one.numpy() for one in places), cap, top.numpy(),
-        total.numpy(), output.numpy(),
+        total.numpy(), output.numpy(), threads=torch.get_num_threads(),
     )  # fmt: skip
     return top, total, output
