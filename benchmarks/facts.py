@@ -25,6 +25,11 @@ FACTS = (
 )  # fmt: skip
 """(sentence, question about it, what a right answer holds)"""
 
+# What SmolLM2-135M-Instruct answers rightly with the full cache in float32 comes first: a slow
+# machine asks two or three questions, and a wrong answer of stock vLLM hides what eviction loses.
+ORDER = (0, 2, 3, 4, 6, 7, 1, 5)
+"""Places in :data:`FACTS`, in the order in which they are asked about."""
+
 ASK = "Read the following text and answer the question at its end in one sentence."
 
 
@@ -49,7 +54,7 @@ class Question:
 
 
 def questions(count: int, characters: int) -> list[Question]:
-    """The first ``count`` facts, each hidden in documentation of ``characters`` characters.
+    """The first ``count`` of :data:`ORDER`, each in documentation of ``characters`` characters.
 
     Raises:
         ValueError: There are not so many facts.
@@ -59,5 +64,6 @@ def questions(count: int, characters: int) -> list[Question]:
         raise ValueError(f"{count} questions: there are 1 to {len(FACTS)}")
     return [
         Question(hide(random.Random(f"facts/{index}"), [fact], characters), question, holds)
-        for index, (fact, question, holds) in enumerate(FACTS[:count])
+        for index in ORDER[:count]
+        for fact, question, holds in [FACTS[index]]
     ]

@@ -9,13 +9,14 @@ import pytest
 
 from benchmarks import demo
 from benchmarks.demo import FIRST, block_bytes, draw, server_args, side_by_side, table
-from benchmarks.facts import FACTS, questions
+from benchmarks.facts import FACTS, ORDER, questions
 from benchmarks.repeat import COMMIT
 
 
 def test_every_fact_stands_in_its_text_once_and_nowhere_else():
     asked = questions(len(FACTS), 8000)
-    for index, question in enumerate(asked):
+    assert sorted(ORDER) == [*range(len(FACTS))]
+    for index, question in zip(ORDER, asked, strict=True):
         sentence, wanted, holds = FACTS[index]
         assert question.text.count(sentence) == 1 and question.question == wanted
         assert question.right(sentence) and not question.right("I do not know.")
