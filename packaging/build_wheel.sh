@@ -14,9 +14,9 @@ rm -rf build dist
 built="$(mktemp -d)"
 # Its metadata would hide the installed one from Python started here, once it is out of date.
 trap 'rm -rf "$built" vllm_kvevict.egg-info' EXIT
-KVEVICT_CUDA=1 interruptible "${PYTHON:-.venv/bin/python}" -m pip wheel --quiet --no-deps --no-build-isolation \
+KVEVICT_CUDA=1 "${PYTHON:-.venv/bin/python}" -m pip wheel --quiet --no-deps --no-build-isolation \
     --wheel-dir "$built" .
 # torch is the user's own: it is named here and not copied in.
-PATH="$VENV/bin:$PATH" interruptible auditwheel repair --exclude 'libtorch*.so' --exclude 'libc10*.so' \
+PATH="$VENV/bin:$PATH" auditwheel repair --exclude 'libtorch*.so' --exclude 'libc10*.so' \
     --wheel-dir dist "$built"/*.whl
 ls -l dist

@@ -11,34 +11,41 @@ fail() {
     exit 1
 }
 
-# below PID: its descendants.
-below() {
-    local child
-    for child in $(ps -o pid= --ppid "$1"); do
-        below "$child"
-        echo "$child"
+# usable_python: the command of $PYTHON, or of the first usable Python from 3.11 on.
+usable_python() {
+    local python
+    for python in ${PYTHON:-python3.11 python3.12 python3.13 python3}; do
+        if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            echo "$python"
+            return
+        fi
     done
+    fail "no Python 3.11 or newer; set PYTHON=/path/to/python"
 }
 
 # Bash waits for the command that it runs before it heeds a signal, and goes on if that command ends
-# by itself at SIGINT, as pip does. `interruptible COMMAND...` does neither.
-interrupted() {
-    trap - INT TERM
-    kill $(below $$) 2>/dev/null || true
-    exit 130
-}
-trap interrupted INT TERM
+# by itself at SIGINT, as pip does. So a process above the script heeds signals, and ends the script
+# with everything below it; these ignore SIGINT, which a terminal sends to all.
+if [[ -z "${SETUP_IS_REAPED:-}" ]]; then
+    reaper="$(usable_python)"
+    SETUP_IS_REAPED=1 exec "$reaper" "$ROOT/packaging/run_and_reap.py" "$BASH" "$0" "$@"
+fi
+unset SETUP_IS_REAPED
+trap '' INT
 
-interruptible() {
-    "$@" &
-    wait $!
+# make_work: $WORK, a folder that is gone when the script ends. A rename from it to a place in .cache
+# makes that whole or not at all.
+make_work() {
+    mkdir -p "$ROOT/.cache"
+    WORK="$(mktemp -d "$ROOT/.cache/making.XXXXXX")"
+    trap 'rm -rf "$WORK"' EXIT
 }
 
 # One setup of an environment at a time: two concurrent `make` would install into the same folder.
 one_at_a_time() {
     mkdir -p "$ROOT/.cache"
     exec 9>"$ROOT/.cache/setup$(basename "${VENV:-}").lock"
-    interruptible flock 9
+    flock 9
 }
 
 # hash_of FILE...: of their contents, of this folder's path and of the interpreter asked for.
@@ -51,19 +58,20 @@ is_current() {
     [[ -x "$1/bin/python" && "$(cat "$1/.setup-stamp" 2>/dev/null)" == "$2" ]]
 }
 
-# make_venv VENV: with $PYTHON, or the first usable Python from 3.11 on.
+# make_venv VENV: with a usable Python.
 make_venv() {
-    [[ -x "$1/bin/pip" ]] && return
-    local python
-    for python in ${PYTHON:-python3.11 python3.12 python3.13 python3}; do
-        if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-            say "$1 with $("$python" --version)"
-            interruptible "$python" -m venv "$1" || fail "$python cannot make a virtual environment;" \
-                "on Debian and Ubuntu install python3-venv"
-            return
-        fi
-    done
-    fail "no Python 3.11 or newer; set PYTHON=/path/to/python"
+    local python package
+    if [[ -x "$1/bin/pip" ]]; then
+        # pip writes RECORD last, and takes a package that lacks it, as after an interrupt, for whole.
+        for package in "$1"/lib/python3*/site-packages/*.dist-info; do
+            [[ -f "$package/RECORD" ]] || rm -rf "$package"
+        done
+        return
+    fi
+    python="$(usable_python)"
+    say "$1 with $("$python" --version)"
+    "$python" -m venv "$1" || fail "$python cannot make a virtual environment;" \
+        "on Debian and Ubuntu install python3-venv"
 }
 
 # install_lock VENV LOCK: a resolved set. torch comes first and alone: its CPU build is on
@@ -72,13 +80,13 @@ make_venv() {
 install_lock() {
     local torch
     torch="$(grep '^torch==' "$2")"
-    if ! interruptible "$1/bin/pip" install -qq --no-compile --no-deps "$torch" 2>/dev/null; then
+    if ! "$1/bin/pip" install -qq --no-compile --no-deps "$torch" 2>/dev/null; then
         say "$torch is not on the configured index; trying $TORCH_CPU_INDEX"
-        interruptible "$1/bin/pip" install -qq --no-compile --no-deps --index-url "$TORCH_CPU_INDEX" "$torch" ||
+        "$1/bin/pip" install -qq --no-compile --no-deps --index-url "$TORCH_CPU_INDEX" "$torch" ||
             fail "$torch was not found. It is on PyTorch's CPU index;" \
                 "where that is mirrored: export PIP_EXTRA_INDEX_URL=<mirror of $TORCH_CPU_INDEX>"
     fi
-    interruptible "$1/bin/pip" install -qq --no-compile --no-deps -r "$2"
+    "$1/bin/pip" install -qq --no-compile --no-deps -r "$2"
     # Some packages have files of other Pythons.
-    interruptible "$1/bin/python" -m compileall -q -j 0 "$1"/lib/python3*/site-packages >/dev/null || true
+    "$1/bin/python" -m compileall -q -j 0 "$1"/lib/python3*/site-packages >/dev/null || true
 }

@@ -9,7 +9,7 @@ cd "$ROOT"
 
 make_dist_env
 rm -rf dist
-interruptible "$VENV/bin/python" packaging/build_dist.py dist
-interruptible "$VENV/bin/twine" check --strict dist/*
+"$VENV/bin/python" packaging/build_dist.py dist
+"$VENV/bin/twine" check --strict dist/*
 (cd dist && sha256sum -- *)
 say "publish it: $VENV/bin/twine upload dist/*"

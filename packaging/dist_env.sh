@@ -8,6 +8,6 @@ make_dist_env() {
     stamp="$(hash_of "$ROOT/packaging/requirements-dist.txt")"
     is_current "$VENV" "$stamp" && return
     make_venv "$VENV"
-    interruptible "$VENV/bin/pip" install -qq --no-deps -r "$ROOT/packaging/requirements-dist.txt"
+    "$VENV/bin/pip" install -qq --no-deps -r "$ROOT/packaging/requirements-dist.txt"
     echo "$stamp" >"$VENV/.setup-stamp"
 }

@@ -9,16 +9,17 @@ VERSION="${1:-0.33.0}"
 FOLDER="$ROOT/.cache/vllm-source/$VERSION"
 
 [[ -f "$FOLDER/METADATA" ]] && exit
-wheel="$(mktemp -d)"
-trap 'rm -rf "$wheel"' EXIT
+one_at_a_time
+[[ -f "$FOLDER/METADATA" ]] && exit
+make_work
 platforms=()
 for glibc in 28 31 34; do platforms+=(--platform "manylinux_2_${glibc}_x86_64"); done
 say "vLLM $VERSION (about 340 MB) into $FOLDER"
 python3 -m pip download -q --no-deps --only-binary :all: "${platforms[@]}" \
-    --implementation cp --python-version 3.12 --abi abi3 -d "$wheel" "vllm==$VERSION" ||
+    --implementation cp --python-version 3.12 --abi abi3 -d "$WORK" "vllm==$VERSION" ||
     fail "vllm==$VERSION could not be downloaded"
-mkdir -p "$FOLDER" "$wheel/source"
-python3 - "$wheel"/vllm-*.whl "$wheel/source" "$VERSION" <<'PYTHON'
+mkdir "$WORK/source"
+python3 - "$WORK"/vllm-*.whl "$WORK/source" "$VERSION" <<'PYTHON'
 import sys
 import zipfile
 
@@ -31,7 +32,6 @@ with zipfile.ZipFile(archive) as wheel:
 with open(f"{folder}/METADATA", "wb") as file:
     file.write(metadata)
 PYTHON
-# Whole or not there: an extraction that is cut short must not look like one.
-rm -rf "$FOLDER/vllm"
-mv "$wheel/source/vllm" "$FOLDER/vllm"
-mv "$wheel/source/METADATA" "$FOLDER/METADATA"
+mkdir -p "$(dirname "$FOLDER")"
+rm -rf "$FOLDER"
+mv -T "$WORK/source" "$FOLDER"

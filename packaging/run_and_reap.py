@@ -11,9 +11,14 @@ import sys
 import time
 from pathlib import Path
 
+SIGNALS = signal.SIGINT, signal.SIGTERM
+
 PR_SET_CHILD_SUBREAPER = 36
 PATIENCE = float(os.environ.get("REAP_PATIENCE", "10"))
 """Seconds that processes get to end by themselves, and again after SIGTERM."""
+
+KILL_AFTER = 3.0
+"""Seconds from SIGTERM to SIGKILL after a signal: ten must be enough for all."""
 
 
 def descendants(root: int) -> list[int]:
@@ -58,17 +63,15 @@ def name(pid: int) -> str:
 
 
 def end_all(root: int, patience: float) -> None:
-    """End what runs below ``root`` after ``patience`` seconds."""
-    left = alive(root, patience)
-    for pid in left:
-        print(f"[reap] left behind: {pid} {name(pid)}", file=sys.stderr)
+    """End what runs below ``root``, SIGKILL ``patience`` seconds after SIGTERM."""
+    left = alive(root, 0)
     for sign in (signal.SIGTERM, signal.SIGKILL):
         for pid in left:
             try:
                 os.kill(pid, sign)
             except ProcessLookupError:
                 continue
-        left = alive(root, PATIENCE)
+        left = alive(root, patience)
         if not left:
             return
 
@@ -85,19 +88,22 @@ def main(command: list[str]) -> int:
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "cannot become a child subreaper")
 
-    patience = PATIENCE
+    patience = KILL_AFTER
 
     def interrupted(number: int, _frame: object) -> None:
-        nonlocal patience
-        patience = 0
-        for one in (signal.SIGTERM, signal.SIGINT):
+        for one in SIGNALS:
             signal.signal(one, signal.SIG_IGN)
         raise SystemExit(128 + number)
 
-    signal.signal(signal.SIGTERM, interrupted)
-    signal.signal(signal.SIGINT, interrupted)
+    for one in SIGNALS:
+        # Whoever started this process with nohup, or in the background, wants it ignored.
+        if signal.getsignal(one) is not signal.SIG_IGN:
+            signal.signal(one, interrupted)
     try:
         code = wait(os.posix_spawnp(command[0], command, os.environ))
+        for pid in alive(os.getpid(), PATIENCE):
+            print(f"[reap] left behind: {pid} {name(pid)}", file=sys.stderr)
+        patience = PATIENCE
         return code if code >= 0 else 128 - code
     finally:
         end_all(os.getpid(), patience)

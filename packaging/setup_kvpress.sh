@@ -14,7 +14,7 @@ make_venv "$VENV"
 rm -f "$VENV/.setup-stamp"
 say "kvpress 0.5.5 (about 1.4 GB, under a minute)"
 install_lock "$VENV" "$LOCK"
-interruptible env -C / "$VENV/bin/python" -c "from kvpress import AdaKVPress, SnapKVPress, StreamingLLMPress" ||
+env -C / "$VENV/bin/python" -c "from kvpress import AdaKVPress, SnapKVPress, StreamingLLMPress" ||
     fail "kvpress does not import"
 say "ready: kvpress 0.5.5 in .venv-kvpress"
 echo "$stamp" >"$VENV/.setup-stamp"

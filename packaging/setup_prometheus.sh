@@ -5,14 +5,16 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 FOLDER="$ROOT/.cache/prometheus"
-[[ -x "$FOLDER/usr/bin/promtool" ]] && exit
+is_there() { [[ -x "$FOLDER/usr/bin/promtool" ]]; }
+is_there && exit
 command -v apt-get >/dev/null && command -v dpkg >/dev/null ||
     fail "apt-get and dpkg are not here; the tests take promtool and prometheus from the PATH, too"
-package="$(mktemp -d)"
-trap 'rm -rf "$package"' EXIT
-(cd "$package" && apt-get -qq download prometheus 2>/dev/null) ||
+one_at_a_time
+is_there && exit
+make_work
+(cd "$WORK" && apt-get -qq download prometheus 2>/dev/null) ||
     fail "Debian's package prometheus could not be downloaded; 'apt-get update' may be missing"
+dpkg -x "$WORK"/prometheus_*.deb "$WORK/prometheus"
 rm -rf "$FOLDER"
-mkdir -p "$FOLDER"
-dpkg -x "$package"/prometheus_*.deb "$FOLDER"
+mv -T "$WORK/prometheus" "$FOLDER"
 say "ready: $("$FOLDER/usr/bin/promtool" --version 2>&1 | head -1)"

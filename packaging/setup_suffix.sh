@@ -12,16 +12,15 @@ stamp="$(echo "$RELEASE" | cat - "$ROOT"/packaging/{common.sh,setup_suffix.sh} |
 [[ "$(cat "$TARGET/.setup-stamp" 2>/dev/null)" == "$stamp" ]] && exit 0
 rm -rf "$TARGET"
 say "suffix trees of $RELEASE (20 s)"
-work="$(mktemp -d)"
-trap 'rm -rf "$work"' EXIT
-"$ROOT/.venv/bin/pip" download -qq --no-deps --no-binary :all: --no-build-isolation -d "$work" "$RELEASE"
-interruptible "$ROOT/.venv/bin/pip" install -qq --no-deps --target "$work" "nanobind==2.9.2"
-tar -xzf "$work"/*.tar.gz -C "$work" --strip-components 1
+make_work
+"$ROOT/.venv/bin/pip" download -qq --no-deps --no-binary :all: --no-build-isolation -d "$WORK" "$RELEASE"
+"$ROOT/.venv/bin/pip" install -qq --no-deps --target "$WORK" "nanobind==2.9.2"
+tar -xzf "$WORK"/*.tar.gz -C "$WORK" --strip-components 1
 mkdir -p "$TARGET/arctic_inference"
-cp -r "$work"/arctic_inference/{__init__.py,suffix_decoding} "$TARGET/arctic_inference"
+cp -r "$WORK"/arctic_inference/{__init__.py,suffix_decoding} "$TARGET/arctic_inference"
 include="$("$ROOT/.venv/bin/python" -c "import sysconfig; print(sysconfig.get_path('include'))")"
 g++ -O2 -std=c++20 -shared -fPIC -fvisibility=hidden -fno-strict-aliasing -w \
-    -I"$include" -I"$work/nanobind/include" -I"$work/nanobind/ext/robin_map/include" \
-    "$work"/nanobind/src/nb_combined.cpp "$work"/csrc/suffix_decoding/{bindings,suffix_tree}.cc \
+    -I"$include" -I"$WORK/nanobind/include" -I"$WORK/nanobind/ext/robin_map/include" \
+    "$WORK"/nanobind/src/nb_combined.cpp "$WORK"/csrc/suffix_decoding/{bindings,suffix_tree}.cc \
     -o "$TARGET/arctic_inference/suffix_decoding/_C.so"
 echo "$stamp" >"$TARGET/.setup-stamp"

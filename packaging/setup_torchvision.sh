@@ -12,5 +12,5 @@ stamp="$(echo "$RELEASE" | cat - "$ROOT"/packaging/{common.sh,setup_torchvision.
 [[ "$(cat "$TARGET/.setup-stamp" 2>/dev/null)" == "$stamp" ]] && exit 0
 rm -rf "$TARGET"
 say "$RELEASE (8 MB)"
-interruptible "$ROOT/.venv/bin/pip" install -qq --no-deps --target "$TARGET" "$RELEASE"
+"$ROOT/.venv/bin/pip" install -qq --no-deps --target "$TARGET" "$RELEASE"
 echo "$stamp" >"$TARGET/.setup-stamp"

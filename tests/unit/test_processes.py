@@ -284,31 +284,10 @@ def test_measure_goes_on_from_its_file(tmp_path, number, alone):
 @pytest.mark.parametrize("file, text", MOMENTS.values(), ids=MOMENTS)
 def test_real_commands_print_what_tests_wait_for(file, text):
     """Tests that run at night only wait ten minutes for a text that has another wording by now."""
-    nodes = ast.walk(ast.parse((ROOT / file).read_text()))
-    texts = [node.value for node in nodes if isinstance(node, ast.Constant)]
+    source = (ROOT / file).read_text()
+    if file.endswith(".py"):
+        nodes = ast.walk(ast.parse(source))
+        texts = [node.value for node in nodes if isinstance(node, ast.Constant)]
+    else:
+        texts = [line for line in source.splitlines() if line.strip().startswith("say ")]
     assert any(text in one for one in texts if isinstance(one, str))
-
-
-PIP = """#!/usr/bin/env bash
-# As pip: at SIGINT it ends by itself.
-trap 'exit 1' INT
-echo READY
-sleep 600 & wait $!
-"""
-
-
-@pytest.mark.parametrize("alone", [False, True])
-def test_setting_up_ends_with_pip(tmp_path, alone):
-    """Bash would go on after pip, or wait for it."""
-    (tmp_path / "packaging").mkdir()
-    (tmp_path / "env" / "bin").mkdir(parents=True)
-    pip, lock = tmp_path / "env" / "bin" / "pip", tmp_path / "lock"
-    pip.write_text(PIP)
-    pip.chmod(0o755)
-    lock.write_text("torch==1\n")
-    script = f"set -euo pipefail; source {ROOT}/packaging/common.sh; install_lock env lock"
-    command = Command(["bash", "-c", script], tmp_path / "log", tmp_path)
-    command.wait_for("READY")
-    said = command.interrupt(signal.SIGINT, alone)
-    assert "not on the configured index" not in said
-    assert command.process.returncode == 130
