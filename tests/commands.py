@@ -24,10 +24,13 @@ DEADLINE_S = 10.0
 """
 
 MOMENTS = {
+    "set-up": ("packaging/setup_env.sh", "vLLM 0.32.0 for CPU"),
     "servers start": ("benchmarks/demo.py", "vllm serve, a minute"),
     "questions": ("benchmarks/demo.py", ": asking over HTTP"),
     "load": ("benchmarks/demo.py", ": vllm bench serve"),
     "calibrate": ("vllm_kvevict/calibrate/learn.py", "probes"),
+    "measure": ("vllm_kvevict/tools/measure/__main__.py", "asking "),
+    "benchmark": ("benchmarks/audit/__main__.py", "ada-defensive"),
     "first start": ("vllm_kvevict/serving/calibrate.py", "so it is calibrated now"),
 }
 """Moments at which tests interrupt commands: a source file, and the text that it prints then."""
