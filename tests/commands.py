@@ -94,6 +94,7 @@ class Command:
             for one in known | processes(self.process.pid):
                 if runs(one):
                     one.kill()
+        print(f"ended {time.monotonic() - deadline + DEADLINE_S:.1f} s after the signal")
         said = self.log.read_text()[before:]
         assert "Traceback" not in said, said
         assert self.process.returncode, "interrupted, and yet status 0"
