@@ -51,6 +51,9 @@ class Buffers:
 class RankMemory:
     """Bytes of one rank. ``weights`` and ``activations`` are None where they play no part.
 
+    ``stock_kv_cache`` is the KV cache of the same server without eviction, whose memory goes to
+    nothing else.
+
     ``capacity_tokens`` and ``concurrency`` (sequences of the longest length) are what vLLM's
     start-up logs; they know nothing of eviction.
     """
@@ -60,6 +63,7 @@ class RankMemory:
     activations: int | None
     buffers: Buffers
     kv_cache: int
+    stock_kv_cache: int
     kv_cache_config: "KVCacheConfig"
     capacity_tokens: int
     concurrency: float
@@ -67,6 +71,11 @@ class RankMemory:
     @property
     def blocks(self) -> int:
         return self.kv_cache_config.num_blocks
+
+    @property
+    def stock_blocks(self) -> int:
+        """Blocks of the same server without eviction."""
+        return self.stock_kv_cache // self.block_bytes
 
     @property
     def block_bytes(self) -> int:
@@ -107,14 +116,15 @@ def share_out(
     workspace = max(_workspace(vllm_config, config, specs) for specs in ranks)
     weights = activations = None
     weights_from = ""
-    available = vllm_config.cache_config.kv_cache_memory_bytes
+    available = stock = vllm_config.cache_config.kv_cache_memory_bytes
     if options.gpu_memory is not None:
         weights, weights_from = rank_weights(options.weights, vllm_config)
         activations = options.activations
         if activations is None:
             activations = assumed_activations(vllm_config)
         share = int(options.gpu_memory * vllm_config.cache_config.gpu_memory_utilization)
-        available = share - weights - activations - rings - attention - workspace
+        stock = share - weights - activations
+        available = stock - rings - attention - workspace
         if available <= 0:
             raise SizingError(
                 f"{share} bytes (--gpu-memory times --gpu-memory-utilization) leave no room for "
@@ -125,7 +135,7 @@ def share_out(
             table_bytes(vllm_config, _by_name(specs), scratch, available) if scratch else 0
             for specs, scratch in zip(ranks, scratches, strict=True)
         )
-    assert available is not None
+    assert available is not None and stock is not None
     channels = floats_per_token(config)
     left = [
         kv_cache_bytes(available, evictable, channels, config.token_format)
@@ -146,6 +156,7 @@ def share_out(
         activations,
         Buffers(rings, slots, tables, values, attention, workspace),
         kv_cache,
+        stock,
         configs[0],
         *get_kv_cache_capacity(vllm_config, configs[0]),
     )

@@ -91,7 +91,15 @@ class Sizing:
         """Requests at once that are spread over their lives."""
         return min(one.mean_sequences(self._blocks(one)), self._most)
 
+    @property
+    def keeping_everything(self) -> int:
+        """Requests at once that are spread over their lives, while nothing is evicted."""
+        return min(self.without.mean_sequences(self.usable_blocks), self._most)
+
     def _blocks(self, one: RequestFootprint) -> int:
+        if one is self.without:
+            # Stock vLLM gives its KV cache what eviction's buffers take here.
+            return self.memory.stock_blocks - 1
         return self.usable_blocks - (self.shared if one is self.sharing else 0)
 
     @property
@@ -132,6 +140,7 @@ def as_json(sizing: Sizing) -> dict[str, Any]:
             kv_cache=memory.kv_cache,
             blocks=memory.blocks,
             block_bytes=memory.block_bytes,
+            stock_blocks=memory.stock_blocks,
             capacity_tokens=memory.capacity_tokens,
             concurrency=memory.concurrency,
             **{f"eviction_{name}": value for name, value in asdict(memory.buffers).items()},
@@ -171,7 +180,8 @@ def as_text(sizing: Sizing) -> str:
         *(_row(*row) for row in _memory_rows(sizing)),
         "",
         f"KV cache: {memory.blocks} blocks of {block_size} tokens "
-        f"({memory.block_bytes} bytes each), one of them vLLM's own",
+        f"({memory.block_bytes} bytes each), one of them vLLM's own; stock vLLM has "
+        f"{memory.stock_blocks}",
         f"vLLM's start-up says: {memory.capacity_tokens:,} tokens, "
         f"{memory.concurrency:.2f}x for {model['max_model_len']:,} tokens per request",
         "",
@@ -200,7 +210,7 @@ def as_text(sizing: Sizing) -> str:
         ]
     if config.when == "pressure":
         lines.append(
-            f"under pressure only: up to {sizing.mean_sequences(sizing.without)} such requests, "
+            f"under pressure only: up to {sizing.keeping_everything} such requests, "
             "spread over their lives, keep everything"
         )
     most = sizing.vllm_config.scheduler_config.max_num_seqs

@@ -48,7 +48,7 @@ def plan(*argv: str) -> Sizing:
 def test_json_holds_what_the_text_says(model):
     found = plan(model, *LOAD, *KV, "--kv-eviction", "ada-snapkv", "--budget", "256")
     data, text = json.loads(json.dumps(as_json(found))), as_text(found)
-    # 2 layers, 1 KV head of 32, keys and values, float32: 8M are 256 blocks of 32 tokens.
+    # 2 layers, 1 KV head of 32, keys and values, float32: 8M are 512 blocks of 32 tokens.
     assert data["memory"]["block_bytes"] == 2 * 32 * 2 * 32 * 4
     assert data["memory"]["blocks"] == (8 << 20) // data["memory"]["block_bytes"]
     assert data["eviction"]["policy"] == "ada-snapkv" and data["eviction"]["budget"] == 256
@@ -76,6 +76,22 @@ def test_a_format_of_stored_tokens_with_more_tokens_in_a_page(model, monkeypatch
         floats = memory["blocks"] * 2 * page_tokens * 4
         assert memory["eviction_token_stats"] == floats
     assert after["memory"]["block_bytes"] == before["memory"]["block_bytes"]
+
+
+def test_stock_vllm_has_the_memory_of_evictions_buffers(model):
+    """As many blocks as a policy leaves that needs no buffers."""
+    load = "--prompt", "1600", "--output", "32", *LOAD[4:]
+    device = "--gpu-memory", "64M", "--activations", "0", "--weights", "1M"
+    for memory in (KV, device):
+        none = as_json(plan(model, *load, *memory, "--kv-eviction", "streaming-llm"))
+        some = as_json(plan(model, *load, *memory, "--kv-eviction", "ada-defensive"))
+        pools = [data["memory"]["blocks"] for data in (none, some)]
+        assert pools[1] < pools[0] == some["memory"]["stock_blocks"]
+        assert some["without"] == none["without"]
+    some = as_json(plan(model, *load, *KV, "--kv-eviction", "ada-defensive"))
+    # Ten requests of 51 blocks, for which the others do not suffice.
+    assert some["without"]["decode"] == 51 and some["memory"]["blocks"] - 1 < 510
+    assert some["without"]["sequences"] == 10
 
 
 def eviction_and_notes(*argv: str) -> tuple[dict[str, Any], str]:
