@@ -14,7 +14,8 @@ class Journal:
     Args:
         path: Appended to; made where it is missing.
         resume: Whether the answers that it holds count. Otherwise it begins anew.
-        model: Part of every key: another model's answers are never found.
+        model: The model and the flags of its server. Part of every key: answers of another one are
+            never found.
 
     """
 

@@ -49,6 +49,11 @@ def profile_flags(options: OwnOptions) -> tuple[str, ...]:
     return flags + tuple(shlex.split(options.server_args))
 
 
+def served(options: OwnOptions, model: Path, flags: tuple[str, ...]) -> str:
+    """What answers depend on besides the request, for the keys of a journal."""
+    return " ".join([model.name, options.dtype, *flags])
+
+
 def start(options: OwnOptions, variant: Variant, model: Path) -> Server:
     """A server of ``variant``, to be entered."""
     args = [

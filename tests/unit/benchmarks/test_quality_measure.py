@@ -7,10 +7,11 @@ import pytest
 
 from benchmarks.quality.budget import kept
 from benchmarks.quality.cell import FULL_CELL
-from benchmarks.quality.endpoint import Endpoint, EndpointError
+from benchmarks.quality.endpoint import Completion, Endpoint, EndpointError
 from benchmarks.quality.journal import Journal
 from benchmarks.quality.measure import Plan, measure, score
 from benchmarks.quality.options import Options
+from benchmarks.quality.own_server import served as served_by
 from benchmarks.quality.own_server import variants
 from benchmarks.quality.prompt import AWARE, SCENARIOS, Prompt
 from benchmarks.quality.ruler.tasks import make
@@ -110,6 +111,19 @@ def test_requests_of_a_sample(endpoint, prompts, journal):
             (policy, budget) for policy in ("snapkv", "ada-snapkv") for budget in ("20%", "80%")
         }
     assert [answer.text for answer in answers[FULL_CELL]] == ["none 300", "none 340", "none 380"]
+
+
+def test_a_run_with_other_flags_finds_no_answers_in_the_same_folder(tmp_path):
+    found = []
+    for flags in ("", "--kv-eviction-store-dtype int4"):
+        options = Options(model=str(tmp_path), layers="auto", policies=(), server_args=flags)
+        (variant,) = variants(options)
+        for resume in (True, True):
+            by = served_by(options, tmp_path, variant.flags)
+            journal = Journal(tmp_path / "answers.jsonl", resume, by)
+            found.append(journal.find((1, 2), 4, {}))
+            journal.enter((1, 2), 4, {}, Completion(flags, ()))
+    assert [one and one.text for one in found] == [None, "", None, "--kv-eviction-store-dtype int4"]
 
 
 def test_scores_keep_the_order_of_the_samples(prompts):
