@@ -279,5 +279,5 @@ def hadamard(size: int, device: "torch.device") -> "torch.Tensor":
 
 
 AS_CACHED = TokenFormat()
-INT4 = PackedFormat(4, 4, 60)
+INT4 = PackedFormat(5, 3, 60)
 INT8 = PackedFormat(8, 8, 30)
