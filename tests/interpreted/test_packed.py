@@ -8,8 +8,17 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from tests.triton_cases import check_decode
-from vllm_kvevict.ops.token_format import INT4, INT8
-from vllm_kvevict.ops.triton.packed import levels, middle, num_fields, ones, unit
+from vllm_kvevict.ops.token_format import INT4, INT8, hadamard
+from vllm_kvevict.ops.triton.packed import (
+    PackedStores,
+    levels,
+    load_columns,
+    middle,
+    num_fields,
+    ones,
+    rotation_rows,
+    unit,
+)
 
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -61,6 +70,37 @@ def test_levels_are_in_the_fractions_of_numbers(dtype, start, bits):
                 assert bool(((numbers >= 1) & (numbers < 2)).all())
             total += unit(*of) * (numbers.double() - middle(*of))
         assert torch.equal(total, expected[:, odd::2])
+
+
+@triton.jit
+def _rotation_kernel(
+    columns, out, GROUPS: tl.constexpr, SPREAD: tl.constexpr, DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+):  # fmt: skip
+    signs = load_columns(columns, DIM, DIM_PAD)
+    column = tl.arange(0, DIM_PAD)[None, :]
+    for group in tl.static_range(GROUPS):
+        for odd in tl.static_range(2):
+            rows = rotation_rows(signs, group, odd, out.dtype.element_ty, SPREAD, DIM)
+            row = (group * SPREAD + 2 * tl.arange(0, SPREAD // 2) + odd)[:, None]
+            tl.store(out + row * DIM_PAD + column, rows)
+
+
+@pytest.mark.parametrize("dtype", list(TYPES), ids=str)
+@pytest.mark.parametrize("size", [16, 64, 80, 96, 128, 192, 256, 512])
+def test_computed_rotation(size, dtype):
+    """The rows that the kernels compute are the signs of the format's matrix, and 0 in padding."""
+    packed = PackedStores.of(INT4, size, 16, torch.device("cpu"))
+    constants = packed.constants(size)
+    groups, spread = constants["GROUPS"], constants["SPREAD"]
+    padded = triton.next_power_of_2(size)
+    found = torch.full((groups * spread, padded), 5.0, dtype=dtype)
+    _rotation_kernel[(1,)](
+        packed.rotation, found, GROUPS=groups, SPREAD=spread, DIM=size, DIM_PAD=padded
+    )
+    expected = torch.zeros(found.shape, dtype=torch.float64)
+    expected[:size, :size] = hadamard(size, torch.device("cpu")).sign()
+    assert torch.equal(found.double(), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

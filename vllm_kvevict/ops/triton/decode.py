@@ -16,7 +16,7 @@ import triton.language as tl
 
 from vllm_kvevict.ops.fp8 import FP8
 from vllm_kvevict.ops.triton.merge import MERGED, Partials, merge_pieces, place_of
-from vllm_kvevict.ops.triton.packed import NOT_PACKED, PackedStores, ones
+from vllm_kvevict.ops.triton.packed import NOT_PACKED, PackedStores, load_columns, ones
 from vllm_kvevict.ops.triton.slices import (
     BEGIN,
     END,
@@ -178,6 +178,8 @@ def _attend_kernel(
             seq_len = tl.load(seq_lens + place)
         if SINKS:
             sink = tl.load(sinks + own_head, mask=group < GROUP, other=0.0)
+        if KEY_BITS > 0:
+            signs = load_columns(rotation, DIM, DIM_PAD)
         query_at = token.to(tl.int64) * query_token + own_head[:, None] * query_head + dim[None, :]
         q = tl.load(query + query_at, mask=queries_used, other=0.0)
         if FP8:
@@ -204,10 +206,10 @@ def _attend_kernel(
         if KEY_BITS > 0:
             if begin < stored:
                 best, weight, sums = attend_stored(
-                    q, words, one, rotation, rotation_scale, own_stores, first_page, begin,
-                    tl.minimum(end, stored), best, weight, scale, softcap, HEADS, DIM, DIM_PAD,
-                    STORE_PAGE, STORE_TILES, STORE_LANES, STORE_BYTES, KEY_BITS, VALUE_BITS,
-                    GROUPS, SPREAD, SOFTCAP, LOG2E,
+                    q, words, one, rotation, signs, rotation_scale, own_stores, first_page,
+                    begin, tl.minimum(end, stored), best, weight, scale, softcap, HEADS, DIM,
+                    DIM_PAD, STORE_PAGE, STORE_TILES, STORE_LANES, STORE_BYTES, KEY_BITS,
+                    VALUE_BITS, GROUPS, SPREAD, SOFTCAP, LOG2E,
                 )  # fmt: skip
             rest = tl.maximum(begin, stored)
         for base in range(rest, end, TILE):

@@ -16,10 +16,17 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_kvevict.ops.token_format import GROUP, PackedFormat, groups, hadamard
+from vllm_kvevict.ops.token_format import GROUP, PackedFormat, groups, signs
 
 LANES = 64
 """Maximum number of tokens in a tile of a store."""
+
+NEGATIVE = tl.constexpr(512)
+"""Bit of a column of the rotation with a negative sign. Ten bits make a sign; the others are those
+of an index of a dimension."""
+
+PARITIES = tl.constexpr(0x69969669)
+"""The bit 31 - n is 1 if n has an odd number of bits."""
 
 
 def _spread(head_size: int) -> int:
@@ -34,8 +41,9 @@ class PackedStores:
     """What a launch knows about the stores of a layer.
 
     Args:
-        rotation: [D, D] int8: the rotation of stored tokens, with elements 1, -1 and 0.
-        scale: The factor that makes it orthogonal.
+        rotation: [D] int32: the columns of the rotation of stored tokens, each as its index, and
+            ``NEGATIVE`` if its random sign is negative.
+        scale: The factor that makes the signs of the rotation orthogonal.
         token_format: The format.
         page_tokens: Tokens in a page of a store.
 
@@ -52,10 +60,10 @@ class PackedStores:
     ) -> "PackedStores":
         """Return the stores of pages that hold ``block_size`` other tokens."""
         # On the CPU first: ``device`` may be ``meta``, on which nothing is computed.
-        matrix = hadamard(head_size, torch.device("cpu"))
-        rotation = matrix.sign().to(torch.int8).to(device)
+        negative = (signs(head_size) < 0) * NEGATIVE.value
+        rotation = torch.arange(head_size, dtype=torch.int32, device="cpu") | negative.int()
         return cls(
-            rotation,
+            rotation.to(device),
             (head_size & -head_size) ** -0.5,
             token_format,
             token_format.page_tokens(block_size),
@@ -181,7 +189,8 @@ def levels(
     if tl.float32 == TYPE:
         between: tl.constexpr = _between(START, BITS, field, TYPE)
         return bits.to(tl.float16, bitcast=True).to(tl.float32) - between
-    return bits.to(TYPE, bitcast=True)
+    else:  # The compiler would compile what follows a return in a branch, for float32 too.
+        return bits.to(TYPE, bitcast=True)
 
 
 @triton.jit
@@ -224,28 +233,58 @@ def load_scales(page, token, used, index: tl.constexpr, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def load_rotation(
-    rotation, group, odd, TYPE: tl.constexpr, SPREAD: tl.constexpr, DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr, CACHE: tl.constexpr = "",
-):  # fmt: skip
-    """Return the rows of the rotation of even or odd dimensions of a group.
+def load_columns(rotation, DIM: tl.constexpr, DIM_PAD: tl.constexpr, CACHE: tl.constexpr = ""):
+    """Return what :func:`rotation_rows` needs of all columns: [DIM_PAD] int32.
 
     Args:
         rotation: See :class:`PackedStores`.
+        DIM: Dimensions of a head.
+        DIM_PAD: Length of the result; 0 beyond DIM.
+        CACHE: Cache modifier of the load.
+
+    """
+    column = tl.arange(0, DIM_PAD)
+    return tl.load(rotation + column, mask=column < DIM, other=0, cache_modifier=CACHE)
+
+
+@triton.jit
+def rotation_rows(
+    columns, group: tl.constexpr, odd: tl.constexpr, TYPE: tl.constexpr, SPREAD: tl.constexpr,
+    DIM: tl.constexpr,
+):  # fmt: skip
+    """Return the rows of the rotation of even or odd dimensions of a group.
+
+    They are computed, because a program would wait for each part of a matrix that it loads: the
+    sign of an element is the parity of the bits that its row and its column have in common.
+
+    Args:
+        columns: [DIM_PAD] of :func:`load_columns`.
         group: The group.
         odd: 1 for odd dimensions, 0 for even ones.
         TYPE: Type of the result.
         SPREAD: Dimensions of a tile of a group.
         DIM: Dimensions of a head.
-        DIM_PAD: Columns of the result.
-        CACHE: Cache modifier of the load.
 
     Returns:
-        [SPREAD // 2, DIM_PAD] of a type; 0 outside of [DIM, DIM].
+        [SPREAD // 2, DIM_PAD] of a type, with elements 1, -1 and 0; 0 outside of [DIM, DIM].
 
     """
+    # Of one Hadamard matrix of the diagonal.
+    SIZE: tl.constexpr = DIM & -DIM
     row = (group * SPREAD + 2 * tl.arange(0, SPREAD // 2) + odd)[:, None]
-    column = tl.arange(0, DIM_PAD)[None, :]
-    inside = (row < DIM) & (column < DIM)
-    found = tl.load(rotation + row * DIM + column, mask=inside, other=0, cache_modifier=CACHE)
-    return found.to(tl.float32).to(TYPE)
+    common = (row % SIZE | NEGATIVE) & columns[None, :]
+    common = common ^ (common >> 5)
+    # The highest bit says whether the parity of five bits is odd.
+    sign = PARITIES << (common & 31)
+    if tl.float32 == TYPE:
+        bits = sign & -0x80000000 | 0x3F800000
+    elif tl.bfloat16 == TYPE:
+        bits = ((sign >> 16) & -0x8000 | 0x3F80).to(tl.int16)
+    else:
+        bits = ((sign >> 16) & -0x8000 | 0x3C00).to(tl.int16)
+    found = bits.to(TYPE, bitcast=True)
+    if columns.shape[0] != SIZE or SPREAD > SIZE:
+        column = tl.arange(0, columns.shape[0])[None, :]
+        inside = (row // SIZE == column // SIZE) & (column < DIM)
+        found = tl.where(inside, found, 0.0)
+    return found

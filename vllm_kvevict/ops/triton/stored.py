@@ -15,11 +15,12 @@ import triton.language as tl
 from vllm_kvevict.ops.triton.packed import (
     appended,
     levels,
-    load_rotation,
+    load_columns,
     load_scales,
     load_words,
     middle,
     num_fields,
+    rotation_rows,
     unit,
 )
 from vllm_kvevict.ops.triton.softmax import base_2
@@ -27,8 +28,8 @@ from vllm_kvevict.ops.triton.softmax import base_2
 
 @triton.jit
 def _rotate_query(
-    q, rotation, factor, START: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
-    SPREAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    q, signs, factor, START: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
+    SPREAD: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """Return queries in the basis of stored tokens, and what is added to their products.
 
@@ -42,7 +43,7 @@ def _rotate_query(
     for group in tl.static_range(GROUPS):
         start = tl.zeros([q.shape[0]], tl.float32)
         for odd in tl.static_range(2):
-            matrix = load_rotation(rotation, group, odd, q.dtype, SPREAD, DIM, DIM_PAD)
+            matrix = rotation_rows(signs, group, odd, q.dtype, SPREAD, DIM)
             rotated = tl.dot(q, tl.trans(matrix), input_precision="ieee") * factor
             for field in tl.static_range(num_fields(BITS, q.dtype)):
                 # By a power of two, so that the queries of all fields are rounded alike.
@@ -69,16 +70,17 @@ def _rotate_sums_back(
         weight: [GROUP_PAD] float32 sums of the weights, by which the largest part stays in range.
         unit_of_sums: Factor of the sums.
         rotation: See :class:`~.packed.PackedStores`.
-        factor: Its scale.
+        factor: The scale of the rotation.
         TYPE: Type of the products.
 
     """
     whole = tl.where(weight > 0, weight, 1.0)[:, None]
     back = tl.zeros([weight.shape[0], DIM_PAD], tl.float32)
+    # The default of the cache, by name: the compiler merges equal loads, and what the query was
+    # rotated by would be held in registers over the loop, more than there are.
+    signs = load_columns(rotation, DIM, DIM_PAD, ".ca")
     for part in tl.static_range(2 * GROUPS):
-        # The default of the cache, by name: the compiler merges equal loads, and what the query was
-        # rotated by would be held in registers over the loop, more than there are.
-        matrix = load_rotation(rotation, part // 2, part % 2, TYPE, SPREAD, DIM, DIM_PAD, ".ca")
+        matrix = rotation_rows(signs, part // 2, part % 2, TYPE, SPREAD, DIM)
         mean = sums[part] * (unit_of_sums / whole)
         if tl.float32 == TYPE:
             back = tl.dot(mean, matrix, back, input_precision="ieee")
@@ -95,8 +97,8 @@ def _rotate_sums_back(
 
 @triton.jit
 def attend_stored(
-    q, words, one, rotation, rotation_scale, own_stores, first_page, begin, end, best, weight,
-    scale, softcap, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    q, words, one, rotation, signs, rotation_scale, own_stores, first_page, begin, end, best,
+    weight, scale, softcap, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     PAGE: tl.constexpr, TILES: tl.constexpr, LANES: tl.constexpr, BYTES: tl.constexpr,
     KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, GROUPS: tl.constexpr, SPREAD: tl.constexpr,
     SOFTCAP: tl.constexpr, LOG2E: tl.constexpr,
@@ -110,7 +112,8 @@ def attend_stored(
         words: The cache as int32.
         one: See :func:`~.packed.levels`.
         rotation: See :class:`~.packed.PackedStores`.
-        rotation_scale: Its scale.
+        signs: [DIM_PAD] of :func:`~.packed.load_columns`.
+        rotation_scale: The scale of the rotation.
         own_stores: Blocks of the request's store.
         first_page: Page of the store at which the head begins.
         begin: First key.
@@ -133,9 +136,7 @@ def attend_stored(
     PLANE: tl.constexpr = PAGE * DIM // 4
     SPAN: tl.constexpr = PAGE // TILES
     ROWS: tl.constexpr = q.shape[0]
-    queries, starts = _rotate_query(
-        q, rotation, rotation_scale, START, KEY_BITS, GROUPS, SPREAD, DIM, DIM_PAD
-    )
+    queries, starts = _rotate_query(q, signs, rotation_scale, START, KEY_BITS, GROUPS, SPREAD, DIM)
     factor = scale * unit(START, KEY_BITS, 0, TYPE)
     if not SOFTCAP:
         factor = factor * LOG2E

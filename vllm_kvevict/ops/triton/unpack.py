@@ -8,12 +8,13 @@ from vllm_kvevict.ops.triton.packed import (
     PackedStores,
     appended,
     levels,
-    load_rotation,
+    load_columns,
     load_scales,
     load_words,
     middle,
     num_fields,
     ones,
+    rotation_rows,
     unit,
 )
 from vllm_kvevict.ops.triton.slices import TILE
@@ -110,9 +111,10 @@ def _unpack_kernel(
     dim = tl.arange(0, DIM_PAD)
     in_head = (dim < DIM)[None, :]
     if stored > 0:
+        signs = load_columns(rotation, DIM, DIM_PAD)
         matrices = ()
         for part in tl.static_range(2 * GROUPS):
-            matrix = load_rotation(rotation, part // 2, part % 2, TYPE, SPREAD, DIM, DIM_PAD)
+            matrix = rotation_rows(signs, part // 2, part % 2, TYPE, SPREAD, DIM)
             matrices = appended(matrices, matrix)
         lane = tl.arange(0, STORE_LANES)
         for tile in range(tl.program_id(1), (stored + SPAN - 1) // SPAN, tl.num_programs(1)):
