@@ -9,7 +9,7 @@ from tests.models import random_prompt
 from tests.nightly import nightly, some
 from tests.oracles.engine import engine
 from tests.oracles.masked import MaskedModel, check_tokens
-from tests.oracles.packed import packed
+from tests.oracles.packed import BITS, packed
 from tests.prefilled import Prefilled
 from tests.profiles import random_profile
 from vllm_kvevict.engine.remote_prefill import RemotePrefill
@@ -71,7 +71,7 @@ def loaded_prompts(model, settings, oracle, evict_at_end=True, near=0.0, **optio
 def test_tokens_equal_those_of_one_server(tiny_model, oracle, case):
     settings, near = SETTINGS | CASES[case], 0.0
     if "store_dtype" in settings:
-        oracle, near = MaskedModel(tiny_model, stored=packed(4, 4)), NEAR
+        oracle, near = MaskedModel(tiny_model, stored=packed(*BITS["int4"])), NEAR
     outputs, expected = loaded_prompts(
         tiny_model, settings, oracle, evict_at_end="when" not in settings, near=near
     )

@@ -12,7 +12,7 @@ from tests.e2e.test_stores import computed, lose, serving
 from tests.models import random_prompt
 from tests.nightly import nightly
 from tests.oracles.masked import MaskedModel, check_tokens
-from tests.oracles.packed import packed
+from tests.oracles.packed import BITS, packed
 from vllm_kvevict.engine import tiered_stores as stores
 from vllm_kvevict.stores.files import unpack
 
@@ -50,7 +50,7 @@ def oracle(tiny_model):
 def test_tokens_are_those_of_one_engine(tiny_model, oracle, tmp_path, case):
     settings, near = SETTINGS | (INT4 if case == "int4" else CASES[case]), 0.0
     if case == "int4":
-        oracle, near = MaskedModel(tiny_model, stored=packed(4, 4)), NEAR
+        oracle, near = MaskedModel(tiny_model, stored=packed(*BITS["int4"])), NEAR
     with serving(tiny_model, settings) as one:
         expected = one.generate(PROMPTS, NEW_TOKENS, [POINT] * len(PROMPTS))
     settings |= dict(store_path=str(tmp_path))

@@ -12,7 +12,7 @@ from tests.models import random_prompt
 from tests.nightly import nightly
 from tests.oracles.engine import engine
 from tests.oracles.masked import MaskedModel, check_tokens
-from tests.oracles.packed import packed
+from tests.oracles.packed import BITS, packed
 from tests.profiles import random_profile
 from vllm_kvevict.ops.token_format import PackedFormat
 
@@ -20,7 +20,6 @@ NEAR = 0.01
 """The two sides compute a key in another order, so that now and then one falls on the other side of
 a step of its levels. Logits of this model differ by a multiple of this where a rotation, a scale or
 a token is wrong."""
-BITS = dict(int4=(4, 4), int8=(8, 8))
 LENGTHS = (700, 333, 1200, 1, 60, 250)
 
 

@@ -11,7 +11,7 @@ from tests.e2e.test_stores import lose
 from tests.models import random_prompt
 from tests.oracles.engine import engine
 from tests.oracles.masked import Life, MaskedModel, check_tokens
-from tests.oracles.packed import packed
+from tests.oracles.packed import BITS, packed
 
 NEW_TOKENS = 70
 
@@ -43,7 +43,7 @@ def main(model: Path, scheduler: str, store_dtype: str) -> None:
     stored, near = None, 0.0
     if store_dtype == "int4":
         settings |= dict(budget=200, store_dtype=store_dtype)
-        stored, near = packed(4, 4), NEAR
+        stored, near = packed(*BITS["int4"]), NEAR
     with engine(model, settings, **options) as run:
         free, told = run.free_blocks(), listen(watch(run))
         oracle = MaskedModel(model, stored=stored)

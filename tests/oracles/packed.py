@@ -5,6 +5,9 @@ import torch
 
 CLIPS = (1.0, 0.93, 0.86, 0.79, 0.72, 0.65)
 
+BITS = dict(int4=(5, 3), int8=(8, 8))
+"""Bits of keys and of values by ``--kv-eviction-store-dtype``."""
+
 
 def rotation(size: int) -> np.ndarray:
     """A Hadamard matrix by parities, with the signs of torch's generator with the seed 7."""
