@@ -49,9 +49,10 @@ def profile_flags(options: OwnOptions) -> tuple[str, ...]:
     return flags + tuple(shlex.split(options.server_args))
 
 
-def served(options: OwnOptions, model: Path, flags: tuple[str, ...]) -> str:
-    """What answers depend on besides the request, for the keys of a journal."""
-    return " ".join([model.name, options.dtype, *flags])
+def server_key(options: OwnOptions, model: Path, flags: tuple[str, ...]) -> str:
+    """Return the model, type, sizes and flags of a server, for the keys of a journal."""
+    sizes = [str(options.window), str(options.block_size)]
+    return " ".join([model.name, options.dtype, *sizes, *flags])
 
 
 def start(options: OwnOptions, variant: Variant, model: Path) -> Server:

@@ -19,7 +19,7 @@ from benchmarks.quality.kvpress_baseline import (
 from benchmarks.quality.local_chat import LocalChat
 from benchmarks.quality.measure import Plan, measure, render, samples_of, score
 from benchmarks.quality.options import Options
-from benchmarks.quality.own_server import BLOCK_SIZE, LAYERS, Variant, served, start, variants
+from benchmarks.quality.own_server import BLOCK_SIZE, LAYERS, Variant, server_key, start, variants
 from benchmarks.quality.prompt import Prompt
 from benchmarks.quality.raw_answers import write_answers
 from benchmarks.smollm2 import real_model
@@ -65,7 +65,7 @@ class Run:
         """Read what earlier runs answered; whether anything is left to ask of ``variant``."""
         path = self.options.work / f"answers-{variant.name}.jsonl"
         journal = Journal(
-            path, self.options.resume, served(self.options, Path(model), variant.flags)
+            path, self.options.resume, server_key(self.options, Path(model), variant.flags)
         )
         self.journals[variant.name] = journal
         plan = self.plan(variant)

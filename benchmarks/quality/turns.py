@@ -26,7 +26,7 @@ from benchmarks.quality.journal import Journal
 from benchmarks.quality.local_chat import LocalChat
 from benchmarks.quality.measure import Plan, together
 from benchmarks.quality.options import OwnOptions
-from benchmarks.quality.own_server import BLOCK_SIZE, Variant, profile_flags, served, start
+from benchmarks.quality.own_server import BLOCK_SIZE, Variant, profile_flags, server_key, start
 from benchmarks.quality.prompt import AGNOSTIC, Prompt, make_prompt, message, text_tokens
 from benchmarks.quality.report import origin
 from benchmarks.quality.ruler import later
@@ -256,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     journal = Journal(
         options.work / f"answers-{NAME}.jsonl",
         options.resume,
-        served(options, folder, profile_flags(options)),
+        server_key(options, folder, profile_flags(options)),
     )
     with start(options, variant, folder) as server:
         dialogues = Dialogues(chat, plan, journal, Endpoint(server.url))

@@ -1,4 +1,4 @@
-"""What sets up ends at a signal with everything that it runs, and does again what it had not ended.
+"""Set-up scripts end at a signal, with all their processes, and repeat unfinished work when rerun.
 
 The scripts run in a copy of their folder, with stand-ins for what they download and install with.
 """
@@ -80,7 +80,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def interrupted(script: Path, tree: Path, alone: bool) -> str:
-    """What a script prints that is interrupted while a stand-in works."""
+    """Return the output of a script that is interrupted while a stand-in works."""
     command = Command(["bash", str(script)], tree / "log", tree)
     command.wait_for("READY")
     said = command.interrupt(signal.SIGINT, alone)

@@ -212,8 +212,9 @@ class CandidateReader:
             if needs.keys_in_place:
                 width = width_in_place(width, 4 if first.is_fp8 else first.pages.itemsize)
             width = max(rows, width)
-            if device.type == "cpu" and not needs.keys and holdings.eviction.ring is None:
-                # No keys are read, so that a column is one number.
+            reads = needs.keys or needs.values or holdings.eviction.ring is not None
+            if device.type == "cpu" and not reads:
+                # Neither keys nor values are read, so a column is one number.
                 width = 1
             at_once = heads_at_once(device, num_heads, holdings.num_columns * width)
             if not needs.heads_alone:

@@ -11,8 +11,7 @@ from benchmarks.quality.endpoint import Completion, Endpoint, EndpointError
 from benchmarks.quality.journal import Journal
 from benchmarks.quality.measure import Plan, measure, score
 from benchmarks.quality.options import Options
-from benchmarks.quality.own_server import served as served_by
-from benchmarks.quality.own_server import variants
+from benchmarks.quality.own_server import server_key, variants
 from benchmarks.quality.prompt import AWARE, SCENARIOS, Prompt
 from benchmarks.quality.ruler.tasks import make
 from benchmarks.quality.run import Run
@@ -118,9 +117,9 @@ def test_a_run_with_other_flags_finds_no_answers_in_the_same_folder(tmp_path):
     for flags in ("", "--kv-eviction-store-dtype int4"):
         options = Options(model=str(tmp_path), layers="auto", policies=(), server_args=flags)
         (variant,) = variants(options)
-        for resume in (True, True):
-            by = served_by(options, tmp_path, variant.flags)
-            journal = Journal(tmp_path / "answers.jsonl", resume, by)
+        key = server_key(options, tmp_path, variant.flags)
+        for _ in range(2):
+            journal = Journal(tmp_path / "answers.jsonl", True, key)
             found.append(journal.find((1, 2), 4, {}))
             journal.enter((1, 2), 4, {}, Completion(flags, ()))
     assert [one and one.text for one in found] == [None, "", None, "--kv-eviction-store-dtype int4"]

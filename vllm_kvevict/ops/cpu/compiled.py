@@ -29,13 +29,14 @@ def _pool(threads: int, cores: frozenset[int]) -> ThreadPoolExecutor:
 
 
 def run(kernel: Callable[..., None], count: int, *arrays: Any, threads: int) -> None:
-    """Run a compiled loop whose last two arguments are the first index and the end.
+    """Run a compiled loop over ``count`` indices, divided between threads.
 
     Args:
-        kernel: The loop, compiled with ``nogil``.
-        count: End of the last call; the first one begins at 0.
-        arrays: The other arguments.
-        threads: Maximum number of calls, each on a thread of its own.
+        kernel: The loop, compiled with ``nogil``. Its last two arguments are the first index of a
+            call and the index after its last.
+        count: Number of indices.
+        arrays: The arguments before these two.
+        threads: Maximum number of threads.
 
     """
     threads = min(threads, count)

@@ -42,15 +42,7 @@ class TokenMoves:
         source_slot: torch.Tensor,
         target_page: torch.Tensor,
     ) -> None:
-        """Copy K tokens.
-
-        Args:
-            pages: [num_pages, elements] on the CPU, written in place.
-            source_page: [K] int64.
-            source_slot: [K] int64, slot of each token in its page.
-            target_page: [K / block_size] int64, without duplicates.
-
-        """
+        """Copy tokens, with the arguments of :meth:`PageLayout.copy`, of pages on the CPU."""
         held = pages.view(PATTERNS[pages.itemsize]).numpy()
         moved = np.empty((len(target_page), len(self._held)), held.dtype)
         run(

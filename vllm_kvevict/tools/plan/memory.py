@@ -51,8 +51,8 @@ class Buffers:
 class RankMemory:
     """Bytes of one rank. ``weights`` and ``activations`` are None where they play no part.
 
-    ``stock_kv_cache`` is the KV cache of the same server without eviction, whose memory goes to
-    nothing else.
+    ``stock_kv_cache`` is the KV cache that the same server has without eviction: it also gets the
+    memory of eviction's buffers.
 
     ``capacity_tokens`` and ``concurrency`` (sequences of the longest length) are what vLLM's
     start-up logs; they know nothing of eviction.
