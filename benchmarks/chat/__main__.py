@@ -23,7 +23,7 @@ from benchmarks.chat.report import markdown, plot
 from benchmarks.chat.servers import ROWS, Setting
 from benchmarks.demo import ITEM_SIZES
 from benchmarks.provenance import provenance, used
-from benchmarks.quality.local_chat import LocalChat
+from benchmarks.quality.local_chat import PLAIN, LocalChat
 from benchmarks.quality.ruler.sample import RulerSample
 from benchmarks.quality.ruler.tasks import characters_for
 from benchmarks.smollm2 import real_model
@@ -115,7 +115,7 @@ def main() -> None:
     setting = Setting(
         model, tokens, options.memory, max(16, options.at_once), options.policy,
         options.budget, options.profile, options.store_memory, options.every, options.dtype,
-        options.work,
+        options.work, "" if chat.has_template else PLAIN,
     )  # fmt: skip
     result: dict[str, Any] = {
         "options": {key: str(value) for key, value in vars(options).items()},

@@ -98,6 +98,7 @@ class Setting:
         every: Tokens between evictions, of the rows that evict at fixed positions.
         dtype: Of weights and KV cache.
         work: Folder of the logs.
+        chat_template: For models without one; empty for the model's own.
 
     """
 
@@ -112,6 +113,7 @@ class Setting:
     every: int
     dtype: str
     work: Path
+    chat_template: str = ""
 
     def _fill(self, text: Any, stores: Path | None = None) -> Any:
         if not isinstance(text, str):
@@ -141,6 +143,8 @@ class Setting:
             "--kv-cache-memory-bytes", str((max(self.memory * each, each + 1) + 1) * block),
             *self.flags(ROWS[name], stores),
         ]  # fmt: skip
+        if self.chat_template:
+            args += ["--chat-template", self.chat_template]
         # Where a connector is configured vLLM would leave a core more, or on two cores none.
         env = dict(VLLM_CPU_NUM_OF_RESERVED_CPU="1")
         return Server(self.model, args, self.work / f"{name}.log", env=env)

@@ -8,6 +8,11 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
+PLAIN = (
+    "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{{ '\\n' }}{% endfor %}"
+)
+"""A chat template for ``vllm serve`` that renders base models' prompts as :class:`LocalChat` does."""
+
 
 class LocalChat:
     """Template and tokenizer of a model's folder; the same methods as ``Endpoint`` has."""
@@ -15,9 +20,14 @@ class LocalChat:
     def __init__(self, model: Path) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(model)
 
+    @property
+    def has_template(self) -> bool:
+        """Whether the model has a chat template, without which vLLM refuses chats."""
+        return bool(self._tokenizer.chat_template)
+
     def tokenize(self, messages: list[dict[str, str]]) -> list[int]:
         """Token ids of a chat, ready for an answer."""
-        if not self._tokenizer.chat_template:
+        if not self.has_template:
             text = "".join(f"{message['content']}\n" for message in messages)
             return list(self._tokenizer(text)["input_ids"])
         text = self._tokenizer.apply_chat_template(

@@ -199,3 +199,17 @@ def test_idle_stores_cost_what_the_page_says() -> None:
     )
     digits = [len(text.partition(".")[2]) for text in shown]
     assert list(shown) == [f"{value:.{n}f}" for value, n in zip(wanted, digits, strict=True)]
+
+
+def test_four_bits_answer_what_the_first_page_says() -> None:
+    """Each number of README's paragraph, in its order."""
+    files = ("not_known_int4", "defaults"), ("not_known_int4_needle", "s-niah")
+    cells = (PROBE, "25%"), (PROBE, "12.5%"), ("full cache", "25%")
+    wanted = [
+        answers(f"{file}.md", UNKNOWN, task, *cell)
+        for file, task in (*files, ("gemma_not_known_int4", "defaults"))
+        for cell in cells
+    ]
+    (said,) = re.findall(r"SmolLM2 answers (.*?)\n\n", README.read_text(), re.DOTALL)
+    both, *others = re.findall(r"\b\d+\b", said)
+    assert "at both" in said and [both, both, *others] == wanted

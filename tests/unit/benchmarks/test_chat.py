@@ -116,6 +116,13 @@ def test_the_point_is_the_end_of_the_document_in_every_turn(tmp_path: Path) -> N
     assert not any(setting(tmp_path).xargs(ROWS[name]) for name in (STOCK, "always", "pressure"))
 
 
+def test_a_model_without_a_chat_template_is_served_with_one(tmp_path: Path) -> None:
+    for template in ("", "{{ messages }}"):
+        command = setting(tmp_path, chat_template=template).start(STOCK, tmp_path).command
+        given = command[command.index("--chat-template") + 1] if template else ""
+        assert given == template and ("--chat-template" in command) == bool(template)
+
+
 def test_servers_differ_in_the_flags_of_their_rows_alone(tmp_path: Path) -> None:
     common = setting(tmp_path)
     commands = {name: common.start(name, tmp_path / "stores").command for name in ROWS}
