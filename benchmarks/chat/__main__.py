@@ -17,13 +17,19 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.chat.dialogue import Dialogue, Question, make, make_growing
+from benchmarks.chat.dialogue import (
+    Dialogue,
+    Question,
+    for_base_model,
+    make,
+    make_growing,
+)
 from benchmarks.chat.measure import measure, missing
 from benchmarks.chat.report import markdown, plot
-from benchmarks.chat.servers import ROWS, Setting
+from benchmarks.chat.servers import PLAIN, ROWS, Setting
 from benchmarks.demo import ITEM_SIZES
 from benchmarks.provenance import provenance, used
-from benchmarks.quality.local_chat import PLAIN, LocalChat
+from benchmarks.quality.local_chat import LocalChat
 from benchmarks.quality.ruler.sample import RulerSample
 from benchmarks.quality.ruler.tasks import characters_for
 from benchmarks.smollm2 import real_model
@@ -111,6 +117,8 @@ def main() -> None:
     model = options.model or real_model()
     chat = LocalChat(model)
     made, warm_up = dialogues(options, chat)
+    if not chat.has_template:
+        made, warm_up = list(map(for_base_model, made)), for_base_model(warm_up)
     tokens = longest([*made, warm_up], chat)
     setting = Setting(
         model, tokens, options.memory, max(16, options.at_once), options.policy,

@@ -3,9 +3,9 @@
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from benchmarks.quality.ruler.needles import CONTEXT, QUESTION
+from benchmarks.quality.ruler.needles import CONTEXT, PREFIX, QUESTION
 from benchmarks.quality.ruler.prose import hide
 from benchmarks.quality.ruler.words import ADJECTIVES, NOUNS
 
@@ -38,12 +38,14 @@ class Question:
         text: What the user says.
         max_tokens: Most tokens of the answer.
         number: What a right answer holds; None where no answer is right or wrong.
+        prefix: How the answer begins; only base models are given it.
 
     """
 
     text: str
     max_tokens: int
     number: str | None = None
+    prefix: str = ""
 
     def right(self, answer: str) -> bool:
         """Whether the number stands in ``answer``, and not as a part of a longer one."""
@@ -65,6 +67,28 @@ class Dialogue:
         for answer, text in zip(answers, texts[1:], strict=True):
             found += [_said("assistant", answer), _said("user", text)]
         return found
+
+
+def for_base_model(dialogue: Dialogue) -> Dialogue:
+    """The dialogue with questions that end with the beginning of their answers.
+
+    A base model continues a text, and would rather continue with another question.
+    """
+    begun = (
+        replace(question, text=f"{question.text}\n{question.prefix}")
+        if question.prefix
+        else question
+        for question in dialogue.questions
+    )
+    return Dialogue(dialogue.document, tuple(begun))
+
+
+def _asked(key: str) -> dict[str, str]:
+    """Text and prefix of the question for the number of a key."""
+    words = dict(noun="number", keys=key)
+    return dict(
+        text=QUESTION.format(are="is the", **words), prefix=PREFIX.format(verb="is", **words)
+    )
 
 
 def _said(role: str, content: str) -> dict[str, str]:
@@ -146,9 +170,9 @@ def _growing(
     questions = [Question(SUMMARIES[number % len(SUMMARIES)], tokens)]
     for turn in range(1, turns):
         key, value = needles[rng.randrange(turn)]
-        text = QUESTION.format(are="is the", noun="number", keys=key)
-        said = PASSAGE.format(text=parts[turn], question=text)
-        questions.append(Question(said, NEEDLE_TOKENS, value))
+        asked = _asked(key)
+        said = PASSAGE.format(text=parts[turn], question=asked["text"])
+        questions.append(Question(said, NEEDLE_TOKENS, value, asked["prefix"]))
     return Dialogue(f"Document {number + 1}. {context}", tuple(questions))
 
 
@@ -177,11 +201,9 @@ def _sessions(
     # The number in front: no two documents begin alike, whatever passage they drew.
     document = f"Document {number + 1}. {context}"
     questions = [
-        Question(
-            QUESTION.format(are="is the", noun="number", keys=key), NEEDLE_TOKENS, value
-        )
+        Question(max_tokens=NEEDLE_TOKENS, number=value, **_asked(key))
         for key, value in needles.items()
-    ]  # fmt: skip
+    ]
     return [
         Dialogue(
             document,

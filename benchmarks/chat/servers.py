@@ -11,6 +11,13 @@ from vllm_kvevict.serving.offload import CONNECTOR, OURS
 
 NO_PROFILE = "none"
 
+PLAIN = (
+    "{{ bos_token }}{% for message in messages %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' or not loop.last and loop.nextitem['role'] == 'user' %}"
+    "{{ '\\n' }}{% endif %}{% endfor %}"
+)
+"""A chat template for base models: messages in lines, and answers behind what they answer."""
+
 _EVICT = ("--kv-eviction", "{policy}", "--kv-eviction-budget", "{budget}")
 _EVERY = (*_EVICT, "--kv-eviction-every", "{every}")
 _AT: dict[str, Any] = {"kv_eviction_at": {"message": 0}}

@@ -8,11 +8,6 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-PLAIN = (
-    "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{{ '\\n' }}{% endfor %}"
-)
-"""A chat template for ``vllm serve`` that renders base models' prompts as :class:`LocalChat` does."""
-
 
 class LocalChat:
     """Template and tokenizer of a model's folder; the same methods as ``Endpoint`` has."""

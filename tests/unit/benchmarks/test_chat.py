@@ -10,10 +10,16 @@ from typing import Any
 import pytest
 
 from benchmarks.chat.conversation import Answer, Conversation
-from benchmarks.chat.dialogue import Dialogue, Question, make, make_growing
+from benchmarks.chat.dialogue import (
+    Dialogue,
+    Question,
+    for_base_model,
+    make,
+    make_growing,
+)
 from benchmarks.chat.measure import missing, of_turn, phases
 from benchmarks.chat.report import markdown
-from benchmarks.chat.servers import ROWS, STOCK, Setting
+from benchmarks.chat.servers import PLAIN, ROWS, STOCK, Setting
 from benchmarks.provenance import provenance, used
 from benchmarks.quality.local_chat import LocalChat
 from vllm_kvevict.config.requests import KEYS, message_index
@@ -114,6 +120,27 @@ def test_the_point_is_the_end_of_the_document_in_every_turn(tmp_path: Path) -> N
             assert messages[point]["content"] == dialogue.document
             assert messages[point + 1]["content"] == dialogue.questions[0].text
     assert not any(setting(tmp_path).xargs(ROWS[name]) for name in (STOCK, "always", "pressure"))
+
+
+def test_a_base_models_chat_is_one_text_that_grows(tiny_model: Path) -> None:
+    """Answers begin in the question's line, and the text of a turn begins with all of the last."""
+    grown = make_growing(1, turns=4, passage=800, **SHAPE)
+    for dialogue in map(for_base_model, [*grown, *make(1, 3, 1, **SHAPE)]):
+        texts = [
+            LocalChat(tiny_model)._tokenizer.apply_chat_template(
+                messages, chat_template=PLAIN, tokenize=False
+            )
+            for messages in all_messages(dialogue)
+        ]
+        for number, (one, other) in enumerate(pairwise(texts)):
+            assert other.startswith(f"{one}answer {number}\n")
+        for text, question in zip(texts[1:], dialogue.questions[1:], strict=True):
+            key = re.findall(r"special magic number for (\S+) mentioned", text)[-1]
+            begun = f"\nThe special magic number for {key} mentioned in the provided text is"
+            assert text.endswith(begun) and question.text.endswith(f"text?{begun}")
+            assert f"magic numbers for {key} is: {question.number}." in text
+        assert texts[0].removeprefix("<s>").startswith(f"{dialogue.document}\n")
+        assert texts[0].endswith(f"\n{dialogue.questions[0].text}")
 
 
 def test_a_model_without_a_chat_template_is_served_with_one(tmp_path: Path) -> None:

@@ -5,9 +5,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from benchmarks.quality.local_chat import PLAIN, LocalChat
+from benchmarks.quality.local_chat import LocalChat
 from benchmarks.quality.prompt import make_prompt
 from benchmarks.quality.ruler.sample import RulerSample
 
@@ -33,16 +33,6 @@ def test_a_base_model_gets_the_text_after_its_first_token(chat):
     prompt = make_prompt(SAMPLE, chat.tokenize, chat.encode)
     assert prompt.ids == (0, 2, 3, 4, 5, 7)
     assert prompt.context == 3
-
-
-@pytest.mark.parametrize("chat", [None], indirect=True)
-def test_servers_render_the_same_prompt_of_a_base_model(chat, tmp_path):
-    said = [{"role": role, "content": text} for role, text in (("user", "Read this"), ("user", "What"))]
-    served = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
-        said, chat_template=PLAIN, tokenize=False
-    )
-    assert not chat.has_template and served == "<bos>Read this\nWhat\n"
-    assert chat.encode(served) == chat.tokenize(said)
 
 
 TEMPLATE = "<bos>user {{ messages[0]['content'] }}"
