@@ -201,6 +201,13 @@ def test_idle_stores_cost_what_the_page_says() -> None:
     assert list(shown) == [f"{value:.{n}f}" for value, n in zip(wanted, digits, strict=True)]
 
 
+def test_conversations_take_what_the_first_page_says() -> None:
+    """TTFT from turn 3 on, with stores in memory and in files."""
+    (said,) = re.findall(r"from turn 3 on (.*?)\(", README.read_text(), re.DOTALL)
+    _, *ratios = growing()[-1][:3]
+    assert re.findall(r"[\d.]+x", said) == ratios
+
+
 def test_four_bits_answer_what_the_first_page_says() -> None:
     """Each number of README's paragraph, in its order."""
     files = ("not_known_int4", "defaults"), ("not_known_int4_needle", "s-niah")
