@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "results.md"
+QUALITY = ROOT / "docs" / "quality.md"
 Row = dict[str, str]
 KNOWN, UNKNOWN = "Question-aware", "Question-agnostic"
 RATIO = "of stock's"
@@ -134,6 +135,23 @@ def growing() -> list[list[str]]:
     return [row(turn) for turn in ("2", "4", "6", "8", "3 on")]
 
 
+def conversations() -> list[list[str]]:
+    """Right answers of docs/quality.md, by turn and of all turns together."""
+
+    def right(file: str, server: str) -> list[str]:
+        turns, _ = tables((RESULTS / file).read_text())
+        of = {one["turn"]: one["right answers"] for one in turns if one["server"] == server}
+        counts = [of[turn].split()[0] for turn in ("2", "3", "4")]
+        return [*counts, str(sum(map(int, counts)))]
+
+    columns = [
+        right(file, server)
+        for file in ("conversations.md", "gemma_conversations.md")
+        for server in ("stock", "every N tokens")
+    ]
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
 def alternatives() -> list[list[str]]:
     """The rows of docs/results.md, which shows the whole table."""
     found = table(RESULTS / "alternatives.md", "", "kept")
@@ -159,6 +177,7 @@ SHOWN: list[tuple[Path, tuple[str, ...], int, Callable[[], list[list[str]]]]] = 
     (PAGE, ("memory for",), 1, under_load),
     (PAGE, ("", "right"), 1, chats),
     (PAGE, ("turn",), 1, growing),
+    (QUALITY, ("turn", "SmolLM2, full cache"), 1, conversations),
     (PAGE, ("", "output tokens/s"), 1, on_a_gpu),
 ]
 """Page, first titles of a table, columns that name its rows, and what its other cells must be."""
