@@ -16,7 +16,7 @@ PLAIN = (
     "{% if message['role'] == 'assistant' or not loop.last and loop.nextitem['role'] == 'user' %}"
     "{{ '\\n' }}{% endif %}{% endfor %}"
 )
-"""A chat template for base models: messages in lines, and answers behind what they answer."""
+"""A chat template for base models. An answer continues the line of its question."""
 
 _EVICT = ("--kv-eviction", "{policy}", "--kv-eviction-budget", "{budget}")
 _EVERY = (*_EVICT, "--kv-eviction-every", "{every}")

@@ -227,6 +227,14 @@ def test_conversations_take_what_the_first_page_says() -> None:
     assert re.findall(r"[\d.]+x", said) == ratios
 
 
+def test_conversations_answer_what_the_first_page_says() -> None:
+    """Answers of 300: no fewer of SmolLM2's, and Gemma's in percent."""
+    full, kept, gemma_full, gemma_kept = map(int, conversations()[-1])
+    assert kept >= full
+    said = re.findall(r"Gemma \*\*(\d+)\*\* percent instead of (\d+)", README.read_text())
+    assert said == [(f"{gemma_kept / 3:.0f}", f"{gemma_full / 3:.0f}")]
+
+
 def test_four_bits_answer_what_the_first_page_says() -> None:
     """Each number of README's paragraph, in its order."""
     files = ("not_known_int4", "defaults"), ("not_known_int4_needle", "s-niah")
