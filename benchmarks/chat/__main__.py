@@ -35,6 +35,8 @@ from benchmarks.quality.ruler.tasks import characters_for
 from benchmarks.smollm2 import real_model
 from vllm_kvevict.serving.cpu_dtype import fast_dtype
 
+STORE_DTYPES = ("auto", "int8", "int4")
+
 RESULT = Path(__file__).parents[1] / "results" / "chat.json"
 
 
@@ -57,6 +59,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--budget", default="25%", help="tokens per KV head, or a share")
     add("--profile", default="auto", help="a file, auto, or none")
     add("--store-memory", default="4G", help="host memory for stores, of `tiers`")
+    add("--store-dtype", choices=STORE_DTYPES, default="auto", help="of stored tokens")
     add("--every", type=int, default=128, help="tokens between evictions, of `every`")
     add("--dtype", choices=ITEM_SIZES, default="", help="default: what this CPU computes fast")
     add("--seed", type=int, default=0)
@@ -123,7 +126,7 @@ def main() -> None:
     setting = Setting(
         model, tokens, options.memory, max(16, options.at_once), options.policy,
         options.budget, options.profile, options.store_memory, options.every, options.dtype,
-        options.work, "" if chat.has_template else PLAIN,
+        options.work, "" if chat.has_template else PLAIN, options.store_dtype,
     )  # fmt: skip
     result: dict[str, Any] = {
         "options": {key: str(value) for key, value in vars(options).items()},
@@ -132,7 +135,8 @@ def main() -> None:
         + (f"{options.turn_tokens} tokens each, " if options.turn_tokens else "")
         + f"{options.sessions} a document, "
         f"{options.at_once} at once, {options.think:g} s between turns, memory for "
-        f"{options.memory} chats of {tokens} tokens, budget {options.budget}, {options.dtype}",
+        f"{options.memory} chats of {tokens} tokens, budget {options.budget}, {options.dtype}"
+        + (f", {options.store_dtype} stores" if options.store_dtype != "auto" else ""),
         "tokens": tokens,
         "rows": [],
         "failed": [],

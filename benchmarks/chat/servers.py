@@ -106,6 +106,7 @@ class Setting:
         dtype: Of weights and KV cache.
         work: Folder of the logs.
         chat_template: For models without one; empty for the model's own.
+        store_dtype: Type of stored tokens, of the rows that evict.
 
     """
 
@@ -121,6 +122,7 @@ class Setting:
     dtype: str
     work: Path
     chat_template: str = ""
+    store_dtype: str = "auto"
 
     def _fill(self, text: Any, stores: Path | None = None) -> Any:
         if not isinstance(text, str):
@@ -134,8 +136,11 @@ class Setting:
     def flags(self, row: Row, stores: Path) -> list[str]:
         """The row's flags; ``stores`` is the folder of those that keep files."""
         flags = [self._fill(flag, stores) for flag in row.flags]
-        if "--kv-eviction" in flags and self.profile != NO_PROFILE:
-            flags += ["--kv-eviction-profile", self.profile]
+        if "--kv-eviction" in flags:
+            if self.profile != NO_PROFILE:
+                flags += ["--kv-eviction-profile", self.profile]
+            if self.store_dtype != "auto":
+                flags += ["--kv-eviction-store-dtype", self.store_dtype]
         return flags
 
     def start(self, name: str, stores: Path) -> Server:

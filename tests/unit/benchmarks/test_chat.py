@@ -178,6 +178,15 @@ def test_servers_differ_in_the_flags_of_their_rows_alone(tmp_path: Path) -> None
     )
 
 
+def test_only_servers_that_evict_store_tokens_in_few_bits(tmp_path: Path) -> None:
+    few = setting(tmp_path, store_dtype="int4")
+    for name, row in ROWS.items():
+        flags = few.flags(row, tmp_path)
+        given = [value for flag, value in pairwise(flags) if flag == "--kv-eviction-store-dtype"]
+        assert given == (["int4"] if "--kv-eviction" in flags else [])
+        assert "--kv-eviction-store-dtype" not in setting(tmp_path).flags(row, tmp_path)
+
+
 def test_memory_for_one_chat_holds_the_longest_request(tmp_path: Path) -> None:
     command = setting(tmp_path, memory=1).start("at", tmp_path / "stores").command
     longest = int(command[command.index("--max-model-len") + 1])
