@@ -12,6 +12,7 @@ from benchmarks.quality.ruler.words import ADJECTIVES, NOUNS
 Messages = list[dict[str, str]]
 
 NEEDLE = "One of the special magic numbers for {key} is: {value}."
+HIDDEN = re.compile(NEEDLE.format(key=r"\S+", value=r"(\d+)").replace(".", r"\."))
 NEEDLE_TOKENS = 32
 """Most tokens of an answer that is a number in a sentence."""
 
@@ -50,7 +51,7 @@ class Question:
     def right(self, answer: str) -> bool:
         """Whether the number stands in ``answer``, and not as a part of a longer one."""
         assert self.number is not None
-        return re.search(rf"(?<!\d){self.number}(?!\d)", answer) is not None
+        return _names(answer, self.number)
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,19 @@ class Dialogue:
 
     document: str
     questions: tuple[Question, ...]
+
+    @property
+    def numbers(self) -> list[str]:
+        """All numbers that its texts hide."""
+        texts = (self.document, *(question.text for question in self.questions))
+        return HIDDEN.findall("\n".join(texts))
+
+    def mistakes(self, turn: int, answer: str) -> bool:
+        """Whether the answer of a turn is wrong and names another number that the chat hides."""
+        question = self.questions[turn]
+        if question.number is None or question.right(answer):
+            return False
+        return any(_names(answer, number) for number in self.numbers)
 
     def messages(self, answers: Sequence[str]) -> Messages:
         """The messages of the turn after so many answers; the document is the first of them."""
@@ -89,6 +103,11 @@ def _asked(key: str) -> dict[str, str]:
     return dict(
         text=QUESTION.format(are="is the", **words), prefix=PREFIX.format(verb="is", **words)
     )
+
+
+def _names(answer: str, number: str) -> bool:
+    """Whether the number stands in the answer, and not as a part of a longer one."""
+    return re.search(rf"(?<!\d){number}(?!\d)", answer) is not None
 
 
 def _said(role: str, content: str) -> dict[str, str]:

@@ -34,8 +34,9 @@ def of_turn(conversations: Sequence[Conversation], turn: int) -> dict[str, Any]:
 
     Returns:
         Number of the turn from 1, answers, right ones (None where no answer is right or wrong),
-        seconds to the first token (all and their median), tokens of the prompts, those of them
-        that no cache held, and those that were neither in the turn before nor its answer.
+        wrong ones that name another number of the chat, seconds to the first token (all and their
+        median), tokens of the prompts, those of them that no cache held, and those that were
+        neither in the turn before nor its answer.
 
     """
     pairs = [(one.dialogue.questions[turn], one.answers[turn]) for one in conversations]
@@ -45,6 +46,9 @@ def of_turn(conversations: Sequence[Conversation], turn: int) -> dict[str, Any]:
         "turn": turn + 1,
         "answers": len(answers),
         "right": sum(scored) if scored else None,
+        "mistaken": sum(
+            one.dialogue.mistakes(turn, one.answers[turn].text) for one in conversations
+        ),
         "ttft_s_median": median(answer.ttft_s for answer in answers),
         "ttft_s": [answer.ttft_s for answer in answers],
         "prompt_tokens": sum(answer.prompt_tokens for answer in answers),

@@ -42,11 +42,12 @@ def markdown(result: dict[str, Any]) -> str:
 def _turns(rows: Sequence[dict[str, Any]]) -> list[str]:
     lines = [
         "Computed: prompt tokens of all chats that no cache and no store held. New: those that "
-        "were neither in the prompt of the turn before nor in its answer.",
+        "were neither in the prompt of the turn before nor in its answer. Mistaken: wrong answers "
+        "that name another number of the chat.",
         "",
         row("server", "turn", "right answers", "TTFT, median, s", "of stock's", "prompt tokens",
-            "new", "computed", "of the new"),
-        row("---", "---:", *["---:"] * 7),
+            "new", "computed", "of the new", "mistaken"),
+        row("---", "---:", *["---:"] * 8),
     ]  # fmt: skip
     stock = _stock(rows)
     stocks = _with_later(stock["turns"]) if stock else []
@@ -59,6 +60,7 @@ def _turns(rows: Sequence[dict[str, Any]]) -> list[str]:
                     _ratio(turn["ttft_s_median"], base), f"{turn['prompt_tokens']:,}",
                     f"{turn['new_tokens']:,}", f"{turn['computed_tokens']:,}",
                     _ratio(turn["computed_tokens"], turn["new_tokens"]),
+                    "-" if turn["right"] is None else str(turn["mistaken"]),
                 )
             )  # fmt: skip
     return lines
@@ -70,7 +72,7 @@ def _with_later(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         return list(turns)
     later = turns[LATER - 1 :]
     right = [turn["right"] for turn in later if turn["right"] is not None]
-    sums = ("answers", "prompt_tokens", "new_tokens", "computed_tokens")
+    sums = ("answers", "mistaken", "prompt_tokens", "new_tokens", "computed_tokens")
     together = {name: sum(turn[name] for turn in later) for name in sums}
     return [
         *turns,

@@ -53,8 +53,9 @@ class EvictionRule:
         cap: Maximum for the budget and the pages of protected tokens together: tokens, or a share
             as in ``budget_share``. A larger budget is its own cap. None for no cap.
         page_tokens: Tokens in a page of the store, at least ``block_size``; 0 for ``block_size``.
-        every: Tokens of prompt and answer between evictions, which then come at fixed positions
-            only and at neither the end of the prompt nor the intervals; 0 for no such evictions.
+        every: Tokens of prompt and answer between evictions, at least those of a page of the store.
+            They then come at fixed positions only and at neither the end of the prompt nor the
+            intervals; 0 for no such evictions.
 
     Raises:
         ValueError: A length is out of range, not exactly one budget is given, or a prefill interval
@@ -115,7 +116,7 @@ class EvictionRule:
 
         The tail start moves by whole blocks, so a shorter interval would have nothing to evict.
         """
-        return blocks_for(self.every or self.interval, self.block_size) * self.block_size
+        return self.prefill_stride if self.every else self._whole_blocks(self.interval)
 
     @property
     def longest_stride(self) -> int:
@@ -138,8 +139,18 @@ class EvictionRule:
     @property
     def prefill_stride(self) -> int:
         """Tokens of prefill between two evictions: the interval rounded up to whole blocks; 0 for
-        none."""
-        return blocks_for(self.every or self.prefill_interval, self.block_size) * self.block_size
+        none.
+
+        With ``every`` these are at least the tokens of a page of the store. A conversation begins
+        with one eviction of few tokens, and fewer new ones never fill another page of any head: all
+        heads would keep their number of pages, or gain one together.
+        """
+        if not self.every:
+            return self._whole_blocks(self.prefill_interval)
+        return self._whole_blocks(max(self.every, self.page_tokens))
+
+    def _whole_blocks(self, tokens: int) -> int:
+        return blocks_for(tokens, self.block_size) * self.block_size
 
     @property
     def bounds_prompts(self) -> bool:

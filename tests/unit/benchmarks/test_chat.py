@@ -180,7 +180,7 @@ def test_servers_differ_in_the_flags_of_their_rows_alone(tmp_path: Path) -> None
 
 def test_only_servers_that_evict_store_tokens_in_few_bits(tmp_path: Path) -> None:
     few = setting(tmp_path, store_dtype="int4")
-    for name, row in ROWS.items():
+    for row in ROWS.values():
         flags = few.flags(row, tmp_path)
         given = [value for flag, value in pairwise(flags) if flag == "--kv-eviction-store-dtype"]
         assert given == (["int4"] if "--kv-eviction" in flags else [])
@@ -200,6 +200,19 @@ def test_a_number_counts_where_it_stands_whole() -> None:
         assert question.right(text)
     for text in ("", "123456", "12345678", "91234567", "1,234,567"):
         assert not question.right(text)
+
+
+def test_a_wrong_answer_that_names_another_hidden_number_is_mistaken() -> None:
+    (one,) = make_growing(1, 3, passage=400, **SHAPE)
+    assert len(one.numbers) == len({*one.numbers}) == 3
+    right = one.questions[2].number
+    assert right in one.numbers[:2]
+    other = next(number for number in one.numbers if number != right)
+    for answer in (f" {other}.", f"{other} or 1{right}"):
+        assert one.mistakes(2, answer)
+    for answer in (f" {right}", f"{other}, {right}", "no number", f"{other}0"):
+        assert not one.mistakes(2, answer)
+    assert not one.mistakes(0, other), "a summary is neither right nor wrong"
 
 
 def answered(*turns: tuple[str, float, int, int]) -> Conversation:
@@ -238,7 +251,8 @@ def test_a_row_that_did_not_evict_is_told() -> None:
 def test_the_table_has_all_turns_from_the_third_on_as_one() -> None:
     def one(name: str, *turns: tuple[int, int, list[float]]) -> dict[str, Any]:
         made = [
-            dict(turn=number, answers=2, right=None if number == 1 else number % 3, ttft_s=seconds,
+            dict(turn=number, answers=2, right=None if number == 1 else number % 3,
+                 mistaken=number // 3, ttft_s=seconds,
                  ttft_s_median=sum(seconds) / 2, prompt_tokens=500, new_tokens=new,
                  computed_tokens=computed)
             for number, (new, computed, seconds) in enumerate(turns, 1)
@@ -255,8 +269,8 @@ def test_the_table_has_all_turns_from_the_third_on_as_one() -> None:
     later = [line.split(" | ") for line in table.splitlines() if "3 on" in line]
     # Medians of 10, 20, 20, 40 and of 1, 2, 2, 9 seconds; right answers are 0 and 1.
     assert later == [
-        [f"| {STOCK}", "3 on", "1 of 4", "20.00", "1.00x", "1,000", "200", "1,100", "5.50x |"],
-        ["| every", "3 on", "1 of 4", "2.00", "0.10x", "1,000", "300", "330", "1.10x |"],
+        [f"| {STOCK}", "3 on", "1 of 4", "20.00", "1.00x", "1,000", "200", "1,100", "5.50x", "2 |"],
+        ["| every", "3 on", "1 of 4", "2.00", "0.10x", "1,000", "300", "330", "1.10x", "2 |"],
     ]
     rows = [one(STOCK, first, second)]
     table = markdown(dict(options={}, load="2 chats", rows=rows, failed=[]) | provenance() | used())

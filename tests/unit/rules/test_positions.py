@@ -2,11 +2,14 @@
 
 from dataclasses import replace
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.rules.replay import sufficient_blocks
 from tests.unit.rules.test_rule import PROFILE
+from vllm_kvevict.ops.torch.allocate import shared_pages
 from vllm_kvevict.rules.ceiling import max_blocks_ever
 from vllm_kvevict.rules.layers import by_layer
 from vllm_kvevict.rules.positions import MAX_RULES, FixedPositions, fixed_positions
@@ -135,6 +138,22 @@ def test_a_progress_after_a_position_is_one_that_evicted_there(rule, prompt, mor
     after = FixedPositions({0: rule}).progress_after(0, end, start, prompt + more)
     assert after == fresh
     assert walk(after, 1500) == walk(fresh, 1500)
+
+
+@pytest.mark.parametrize("page_tokens", [32, 60, 120])
+def test_heads_get_their_shares_of_a_conversation(page_tokens):
+    """Also where a page of the store holds more tokens than come between two evictions."""
+    rule = EvictionRule(
+        32, 32, 0, budget_share=0.1, min_tokens=128, recent=8, every=32, page_tokens=page_tokens
+    )
+    shares, pages, last = torch.tensor([[1.8, 0.9, 0.3]]), torch.zeros(1, 3, dtype=torch.int64), 0
+    evictions = walk(EvictionProgress(rule, 4000, 4000), 4000)
+    for _, tail_start, store in evictions:
+        candidates = pages * page_tokens + tail_start - last
+        pages, last = shared_pages(shares, candidates // page_tokens, store), tail_start
+        assert pages.sum() == 3 * store
+    assert len(evictions) > 20 and store >= 10
+    assert ((pages / store - shares).abs() <= 1 / store).all()
 
 
 def test_a_request_with_rules_of_its_own_pays_for_its_own_tokens(monkeypatch):
