@@ -37,8 +37,12 @@ class Asked:
         full = 0 if isinstance(budget, str) else budget
         kept = (max(1, (full - window) // page) + -(-self.protect_first // page)) * page
         first = (-(-kept // block_size) + -(-window // block_size)) * block_size
-        stride = -(-self.every // block_size) * block_size
+        stride = self.blocks_between(block_size, page) * block_size
         return range(first + stride, end + 1, stride)
+
+    def blocks_between(self, block_size: int, page: int) -> int:
+        """Blocks between evictions every so many tokens, which fill a page; 0 for no such ones."""
+        return -(-max(self.every, page) // block_size) if self.every else 0
 
     def points(self, end: int, budget: int, window: int, block_size: int, page: int) -> list[int]:
         """Where prefill of ``end`` tokens may evict at a mean budget: the point, then intervals."""

@@ -227,5 +227,5 @@ class Expected:
         asked = self.asked(request)
         tokens = tuple(request.all_token_ids[:point])
         # What is kept every so many tokens also depends on where it was kept before.
-        stride = -(-asked.every // self._setup.block_size)
+        stride = asked.blocks_between(self._setup.block_size, self._setup.page)
         return tokens, request.cache_salt, asked.policy, asked.protect_first, stride
