@@ -135,19 +135,29 @@ def growing() -> list[list[str]]:
     return [row(turn) for turn in ("2", "4", "6", "8", "3 on")]
 
 
+EVERY = "every N tokens"
+
+
+def by_turn(file: str, server: str, title: str = "right answers") -> list[str]:
+    """A column of turns 2 to 4 of 100 conversations each, and its sum."""
+    turns, _ = tables((RESULTS / file).read_text())
+    of = {one["turn"]: one[title] for one in turns if one["server"] == server}
+    counts = [of[turn].split()[0] for turn in ("2", "3", "4")]
+    return [*counts, str(sum(map(int, counts)))]
+
+
 def conversations() -> list[list[str]]:
     """Right answers of docs/quality.md, by turn and of all turns together."""
-
-    def right(file: str, server: str) -> list[str]:
-        turns, _ = tables((RESULTS / file).read_text())
-        of = {one["turn"]: one["right answers"] for one in turns if one["server"] == server}
-        counts = [of[turn].split()[0] for turn in ("2", "3", "4")]
-        return [*counts, str(sum(map(int, counts)))]
-
     columns = [
-        right(file, server)
-        for file in ("conversations.md", "gemma_conversations.md")
-        for server in ("stock", "every N tokens")
+        by_turn(f"{file}.md", server)
+        for file, server in (
+            ("conversations", "stock"),
+            ("conversations", EVERY),
+            ("conversations_int8", EVERY),
+            ("gemma_conversations", "stock"),
+            ("gemma_conversations", EVERY),
+            ("gemma_conversations_int8", EVERY),
+        )
     ]
     return [list(row) for row in zip(*columns, strict=True)]
 
@@ -228,11 +238,20 @@ def test_conversations_take_what_the_first_page_says() -> None:
 
 
 def test_conversations_answer_what_the_first_page_says() -> None:
-    """Answers of 300: no fewer of SmolLM2's, and Gemma's in percent."""
-    full, kept, gemma_full, gemma_kept = map(int, conversations()[-1])
-    assert kept >= full
-    said = re.findall(r"Gemma \*\*(\d+)\*\* percent instead of (\d+)", README.read_text())
-    assert said == [(f"{gemma_kept / 3:.0f}", f"{gemma_full / 3:.0f}")]
+    """Percent of 300 with `int8`, with the full cache and in 16 bits, Gemma's and SmolLM2's."""
+    full, kept, eight, *gemma = (f"{int(cell) / 3:.0f}" for cell in conversations()[-1])
+    (said,) = re.findall(r"Gemma then answers (.*?)\(\[", README.read_text(), re.DOTALL)
+    found = re.findall(r"\b\d+\b", said.replace("16 bits", "bits"))
+    assert found == [gemma[2], gemma[0], gemma[1], eight, full, kept]
+
+
+def test_wrong_answers_are_as_many_as_the_page_says() -> None:
+    page, file = " ".join(QUALITY.read_text().split()), "gemma_conversations.md"
+    ((wrong, mistaken),) = re.findall(r"of Gemma's (\d+) wrong answers (\d+) name another", page)
+    assert int(wrong) == 300 - int(by_turn(file, EVERY)[-1])
+    assert mistaken == by_turn(file, EVERY, "mistaken")[-1]
+    (seldom,) = re.findall(r"128 tokens\]\S+ Gemma answers (\d+) of 300", page)
+    assert seldom == by_turn("gemma_conversations_128.md", EVERY)[-1]
 
 
 def test_four_bits_answer_what_the_first_page_says() -> None:
