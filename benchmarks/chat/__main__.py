@@ -13,7 +13,7 @@ Servers start one after the other; the machine should be idle.
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from tqdm import tqdm
 
@@ -33,9 +33,10 @@ from benchmarks.quality.local_chat import LocalChat
 from benchmarks.quality.ruler.sample import RulerSample
 from benchmarks.quality.ruler.tasks import characters_for
 from benchmarks.smollm2 import real_model
+from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.serving.cpu_dtype import fast_dtype
 
-STORE_DTYPES = ("auto", "int8", "int4")
+STORE_DTYPES = get_args(EvictionConfig.model_fields["store_dtype"].annotation)
 
 RESULT = Path(__file__).parents[1] / "results" / "chat.json"
 

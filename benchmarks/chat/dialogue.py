@@ -49,7 +49,7 @@ class Question:
     prefix: str = ""
 
     def right(self, answer: str) -> bool:
-        """Whether the number stands in ``answer``, and not as a part of a longer one."""
+        """Return True if ``answer`` contains the number."""
         assert self.number is not None
         return _names(answer, self.number)
 
@@ -67,8 +67,8 @@ class Dialogue:
         texts = (self.document, *(question.text for question in self.questions))
         return HIDDEN.findall("\n".join(texts))
 
-    def mistakes(self, turn: int, answer: str) -> bool:
-        """Whether the answer of a turn is wrong and names another number that the chat hides."""
+    def is_mistaken(self, turn: int, answer: str) -> bool:
+        """Return True if a turn's answer is wrong and contains another hidden number."""
         question = self.questions[turn]
         if question.number is None or question.right(answer):
             return False
@@ -106,7 +106,7 @@ def _asked(key: str) -> dict[str, str]:
 
 
 def _names(answer: str, number: str) -> bool:
-    """Whether the number stands in the answer, and not as a part of a longer one."""
+    """Return True if the answer contains the number, and not only inside a longer number."""
     return re.search(rf"(?<!\d){number}(?!\d)", answer) is not None
 
 

@@ -47,7 +47,7 @@ def of_turn(conversations: Sequence[Conversation], turn: int) -> dict[str, Any]:
         "answers": len(answers),
         "right": sum(scored) if scored else None,
         "mistaken": sum(
-            one.dialogue.mistakes(turn, one.answers[turn].text) for one in conversations
+            one.dialogue.is_mistaken(turn, one.answers[turn].text) for one in conversations
         ),
         "ttft_s_median": median(answer.ttft_s for answer in answers),
         "ttft_s": [answer.ttft_s for answer in answers],

@@ -17,7 +17,7 @@ class LocalChat:
 
     @property
     def has_template(self) -> bool:
-        """Whether the model has a chat template. vLLM refuses chats with a model that has none."""
+        """True if the model has a chat template, without which vLLM refuses chats."""
         return bool(self._tokenizer.chat_template)
 
     def tokenize(self, messages: list[dict[str, str]]) -> list[int]:

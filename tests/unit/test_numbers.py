@@ -240,7 +240,7 @@ def test_conversations_take_what_the_first_page_says() -> None:
 def test_conversations_answer_what_the_first_page_says() -> None:
     """Percent of 300 with `int8`, with the full cache and in 16 bits, Gemma's and SmolLM2's."""
     full, kept, eight, *gemma = (f"{int(cell) / 3:.0f}" for cell in conversations()[-1])
-    (said,) = re.findall(r"Gemma then answers (.*?)\(\[", README.read_text(), re.DOTALL)
+    (said,) = re.findall(r"then answers (.*?)\(\[", README.read_text(), re.DOTALL)
     found = re.findall(r"\b\d+\b", said.replace("16 bits", "bits"))
     assert found == [gemma[2], gemma[0], gemma[1], eight, full, kept]
 

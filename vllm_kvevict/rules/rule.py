@@ -133,23 +133,23 @@ class EvictionRule:
         A deferred eviction then holds a slot of the observation rings for a quarter of the time at
         most.
         """
-        windows = blocks_for(MIN_INTERVAL_WINDOWS * self.window, self.block_size) * self.block_size
-        return self.stride or windows
+        return self.stride or self._whole_blocks(MIN_INTERVAL_WINDOWS * self.window)
 
     @property
     def prefill_stride(self) -> int:
         """Tokens of prefill between two evictions: the interval rounded up to whole blocks; 0 for
         none.
 
-        With ``every`` these are at least the tokens of a page of the store. A conversation begins
-        with one eviction of few tokens, and fewer new ones never fill another page of any head: all
-        heads would keep their number of pages, or gain one together.
+        With ``every`` these are at least the tokens of a page of the store. With fewer new tokens,
+        no head could fill a page that another head gives up, and the heads of a conversation would
+        keep the equal numbers of pages with which its first, small store begins.
         """
         if not self.every:
             return self._whole_blocks(self.prefill_interval)
         return self._whole_blocks(max(self.every, self.page_tokens))
 
     def _whole_blocks(self, tokens: int) -> int:
+        """Return ``tokens`` rounded up to whole blocks, in tokens."""
         return blocks_for(tokens, self.block_size) * self.block_size
 
     @property
@@ -176,10 +176,10 @@ class EvictionRule:
     @cached_property
     def _first_point(self) -> int:
         kept = replace(self, share=None, cap=None).store_blocks(0) * self.page_tokens
-        recent = blocks_for(self.protected, self.block_size) * self.block_size
+        recent = self._whole_blocks(self.protected)
         if self.every:
             # A store that others continue ends with a whole block.
-            kept = blocks_for(kept, self.block_size) * self.block_size
+            kept = self._whole_blocks(kept)
         return kept + recent + self.prefill_stride
 
     def max_blocks(self, longest: int) -> int:

@@ -209,10 +209,10 @@ def test_a_wrong_answer_that_names_another_hidden_number_is_mistaken() -> None:
     assert right in one.numbers[:2]
     other = next(number for number in one.numbers if number != right)
     for answer in (f" {other}.", f"{other} or 1{right}"):
-        assert one.mistakes(2, answer)
+        assert one.is_mistaken(2, answer)
     for answer in (f" {right}", f"{other}, {right}", "no number", f"{other}0"):
-        assert not one.mistakes(2, answer)
-    assert not one.mistakes(0, other), "a summary is neither right nor wrong"
+        assert not one.is_mistaken(2, answer)
+    assert not one.is_mistaken(0, other), "a summary is neither right nor wrong"
 
 
 def answered(*turns: tuple[str, float, int, int]) -> Conversation:
