@@ -1,12 +1,13 @@
 """``python -m benchmarks.alternatives``: other ways to save KV memory, at equal memory.
 
     python -m benchmarks.alternatives [--model FOLDER] [--layers PROFILE] [--samples N]
-        [--output FILE.json] [--resume] [--quick]
+        [--dtype TYPE] [--output FILE.json] [--resume] [--quick]
 
-Measures stock vLLM, an FP8 KV cache, eviction, both, ``streaming-llm`` and vLLM's KV offload, one
-server after the other with the same KV-cache memory: the load of ``vllm bench serve``, all requests
-at once, and held-out questions. kvpress, which does not serve, has answers only. Needs an idle
-machine. A row that was measured is kept in ``--work``; ``--resume`` continues after it.
+Measures stock vLLM, an FP8 KV cache, eviction with stores of each type, eviction over an FP8 cache,
+``streaming-llm`` and vLLM's KV offload, one server after the other with the same KV-cache memory:
+the load of ``vllm bench serve``, all requests at once, and held-out questions. kvpress, which does
+not serve, has answers only. Needs an idle machine. A row that was measured is kept in ``--work``;
+``--resume`` continues after it.
 """
 
 import argparse

@@ -94,7 +94,7 @@ def run_kvpress(
     """
     cells = [Cell(AGNOSTIC, PREFIX + KVZIP, budget) for budget in budgets]
     answers, _ = answer_with_kvpress(
-        model, prompts, cells, window=WINDOW, block_size=BLOCK, max_tokens=None, dtype="bfloat16",
+        model, prompts, cells, window=WINDOW, block_size=BLOCK, max_tokens=None, dtype=args.dtype,
         folder=args.work, processes=2, check=0, resume=args.resume,
     )  # fmt: skip
     return {cell.budget: summary(prompts, {AGNOSTIC: answers[cell]}) for cell in cells}

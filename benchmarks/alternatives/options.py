@@ -8,6 +8,7 @@ from benchmarks.alternatives.ways import KEYS, KVPRESS
 from benchmarks.decode_node import kv_bytes
 from benchmarks.quality.kvpress_baseline import PYTHON
 from benchmarks.quality.own_server import BLOCK_SIZE as BLOCK
+from vllm_kvevict.serving.cpu_dtype import fast_dtype
 
 RESULT = Path("benchmarks/results/alternatives.json")
 TASKS = ("later", "s-niah")
@@ -36,6 +37,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--clients", type=int, default=2, help="questions asked at once (2)")
     parser.add_argument("--seed", type=int, default=0, help="of the questions (0)")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default=fast_dtype(),
+        help="of the models (the faster one on this CPU)",
+    )  # fmt: skip
     parser.add_argument(
         "--compile", action="store_true", help="compile the models, which takes a minute per row"
     )
@@ -85,5 +90,5 @@ def sizes(args: argparse.Namespace) -> argparse.Namespace:
     """Return the sizes of the servers as :mod:`benchmarks.decode_node` reads them."""
     return argparse.Namespace(
         prompt=args.prompt, output=args.output_tokens, requests=args.requests,
-        eager=not args.compile, dtype="bfloat16", block_size=BLOCK,
+        eager=not args.compile, dtype=args.dtype, block_size=BLOCK,
     )  # fmt: skip

@@ -43,11 +43,11 @@ def markdown(result: dict[str, Any]) -> str:
         sentence(result),
         "",
         f"KV-cache memory: {options['memory']} (whole requests of {options['prompt']} + "
-        f"{options['output_tokens']} tokens in bfloat16, or bytes). Load: {options['requests']} "
-        "such requests, all at once; relative to stock vLLM in parentheses. Answers: accuracy in "
-        f"percent with 95% intervals, {options['samples']} samples of {options['length']} tokens "
-        "in each cell, question not known or known at the eviction. Without eviction both are the "
-        "same answers.",
+        f"{options['output_tokens']} tokens in {options['dtype']}, or bytes). Load: "
+        f"{options['requests']} such requests, all at once; relative to stock vLLM in parentheses. "
+        f"Answers: accuracy in percent with 95% intervals, {options['samples']} samples of "
+        f"{options['length']} tokens in each cell, question not known or known at the eviction. "
+        "Without eviction both are the same answers.",
         "",
         row(
             "",

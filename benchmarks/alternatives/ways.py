@@ -19,7 +19,7 @@ class Way:
     Args:
         key: Its name on the command line and in files.
         title: Its name in the table.
-        flags: Flags of ``vllm serve`` that are not about eviction.
+        flags: Flags of ``vllm serve`` beside policy and budget.
         policy: Value of ``--kv-eviction``; None if the server does not evict.
         budget: Value of ``--kv-eviction-budget``, or :data:`AS_AUTO`; None for the default.
         build: True if vLLM's build for this machine may lack what the way needs. The table then
@@ -62,6 +62,7 @@ class Way:
 
 
 _FP8 = ("--kv-cache-dtype", "fp8")
+_STORES = "--kv-eviction-store-dtype"
 _COPIES = {
     "kv_connector": CONNECTOR,
     "kv_role": "kv_both",
@@ -75,6 +76,9 @@ WAYS = (
     Way("fp8", "FP8 KV cache", _FP8, build=True),
     AUTO,
     Way("auto-12.5", f"`auto`, {EIGHTH}", policy="auto", budget=EIGHTH),
+    Way("auto-int8", "`auto`, `int8`", (_STORES, "int8"), policy="auto"),
+    Way("auto-12.5-int4", f"`auto`, {EIGHTH}, `int4`", (_STORES, "int4"), policy="auto",
+        budget=EIGHTH),
     Way("fp8-auto", "FP8 KV cache and `auto`", _FP8, policy="auto", build=True),
     Way("streaming-llm", "`streaming-llm`, budget of `auto`", policy="streaming-llm",
         budget=AS_AUTO),

@@ -32,12 +32,15 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_ways_differ_in_their_own_flags_alone(folder: Path) -> None:
-    args = parse([])
+    args = parse(["--dtype", "bfloat16"])
     stock = server_args(STOCK, args, folder, None)
     block = 30 * 3 * 32 * 2 * 64 * 2  # layers, KV heads, tokens, K and V, head size, bytes
     memory = int(stock[stock.index("--kv-cache-memory-bytes") + 1])
     assert memory == (2 * 51 + 1) * block, "two requests of 1,628 tokens, and vLLM's null block"
     assert not any("eviction" in flag or "cache-dtype" in flag for flag in stock)
+    wider = server_args(STOCK, parse(["--dtype", "float32"]), folder, None)
+    assert int(wider[wider.index("--kv-cache-memory-bytes") + 1]) == 2 * memory
+    assert wider[wider.index("--dtype") + 1] == "float32"
     assert "--enforce-eager" in stock
     assert "--enforce-eager" not in server_args(STOCK, parse(["--compile"]), folder, None)
     own = {}
@@ -50,6 +53,8 @@ def test_ways_differ_in_their_own_flags_alone(folder: Path) -> None:
     assert own["auto"] == ["--kv-eviction", "auto"], "the user's default"
     assert own["fp8-auto"] == own["fp8"] + own["auto"]
     assert own["auto-12.5"] == [*own["auto"], "--kv-eviction-budget", "12.5%"]
+    assert own["auto-int8"] == ["--kv-eviction-store-dtype", "int8", *own["auto"]]
+    assert own["auto-12.5-int4"] == ["--kv-eviction-store-dtype", "int4", *own["auto-12.5"]]
     window = ["--kv-eviction", "streaming-llm", "--kv-eviction-budget"]
     assert own["streaming-llm"] == [*window, "25%"]
     assert own["streaming-llm-12.5"] == [*window, "12.5%"]
@@ -61,7 +66,7 @@ def test_ways_differ_in_their_own_flags_alone(folder: Path) -> None:
 def test_a_profile_goes_to_auto_alone(folder: Path) -> None:
     args = parse(["--layers", "P.json"])
     given = [way.key for way in WAYS if "P.json" in server_args(way, args, folder, "25%")]
-    assert given == ["auto", "auto-12.5", "fp8-auto"]
+    assert given == ["auto", "auto-12.5", "auto-int8", "auto-12.5-int4", "fp8-auto"]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.key)
