@@ -26,9 +26,10 @@ class Asked:
         self.every = every if self.policy != "none" else 0
         self.interval = given.get("kv_eviction_interval")
 
-    def interval_or(self, servers: int) -> int:
-        """Decode steps between evictions."""
-        return servers if self.interval is None else int(self.interval)
+    def decode_stride(self, servers: int, block_size: int, page: int) -> int:
+        """Decode steps between evictions, in tokens: whole blocks that fill a page; 0 for never."""
+        interval = servers if self.interval is None else int(self.interval)
+        return blocks_apart(interval, block_size, page) * block_size
 
     def positions(
         self, end: int, budget: int | str, window: int, block_size: int, page: int
@@ -42,15 +43,20 @@ class Asked:
 
     def blocks_between(self, block_size: int, page: int) -> int:
         """Blocks between evictions every so many tokens, which fill a page; 0 for no such ones."""
-        return -(-max(self.every, page) // block_size) if self.every else 0
+        return blocks_apart(self.every, block_size, page)
 
     def points(self, end: int, budget: int, window: int, block_size: int, page: int) -> list[int]:
         """Where prefill of ``end`` tokens may evict at a mean budget: the point, then intervals."""
         kept = (max(1, (budget - window) // page) + -(-self.protect_first // page)) * page
         first = kept + -(-window // block_size) * block_size
-        stride = -(-self.prefill_interval // block_size) * block_size
+        stride = blocks_apart(self.prefill_interval, block_size, page) * block_size
         found = range(first + stride, end, stride) if stride else []
         return sorted({*found, *([self.at] if self.at else [])})
+
+
+def blocks_apart(interval: int, block_size: int, page: int) -> int:
+    """Whole blocks between evictions: those of an interval that is not 0, or of a page."""
+    return -(-max(interval, page) // block_size) if interval else 0
 
 
 def apportioned(mean: Fraction, most: int, shares: Sequence[Fraction]) -> list[int]:

@@ -152,7 +152,7 @@ class Expected:
     def joins(self, group: int, request: Any) -> int | None:
         """Where a prompt too short to evict does so first, for budgets in tokens."""
         asked, bs = self.asked(request), self._setup.block_size
-        stride = -(-asked.interval_or(self._setup.interval) // bs) * bs
+        stride = asked.decode_stride(self._setup.interval, bs, self._setup.page)
         if asked.pressure or asked.every or isinstance(self._budget(group, asked), str):
             return None
         if not stride:
@@ -206,7 +206,7 @@ class Expected:
             return -(-n // bs) + max([store, *(kept for _, _, kept in self.chain(group, request))])
         if asked.pressure or asked.prefill_interval or isinstance(self._budget(group, asked), str):
             return -(-n // bs) + store + 1
-        stride = -(-asked.interval_or(self._setup.interval) // bs) * bs
+        stride = asked.decode_stride(self._setup.interval, bs, self._setup.page)
         last = min(request.num_prompt_tokens + request.max_tokens, self._setup.max_model_len)
         goal, tail, kept, peak = asked.at or end, 0, 0, 0
         due = goal if self.gives(group, request, goal, 0) and goal + 1 < last else 0

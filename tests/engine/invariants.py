@@ -294,7 +294,7 @@ class Invariants:
     ) -> int | None:
         """The eviction after that of a store which a step takes, if the step reaches it at once."""
         asked, bs = self.expected.asked(request), self.setup.block_size
-        stride = -(-asked.interval_or(self.setup.interval) // bs) * bs
+        stride = asked.decode_stride(self.setup.interval, bs, self.setup.page)
         if self.setup.shared != "keep" or asked.pressure or asked.prefill_interval or not stride:
             return None
         if progress.computed_valid is None:

@@ -68,7 +68,7 @@ class Forecast:
 
     def __init__(self, core: EvictionCore) -> None:
         self._core = core
-        self._interval = max(rule.longest_stride for rule in core.table.rules.values())
+        self._interval = max(rule.stride for rule in core.table.rules.values())
         self._limit = core.cache.block_pool.num_gpu_blocks // MAX_RESERVE_DIVISOR
         self._running = self._age = 0
         self._held: list[int] = [0]

@@ -326,11 +326,8 @@ class EvictionProgress:
             self._schedule_point(n)
             return old, self.tail_start
         if self.on_demand:
-            pause = self.rule.longest_stride
-            self.next_eviction, self.no_eviction_before = (
-                None,
-                n + pause if pause else sys.maxsize,
-            )
+            self.next_eviction = None
+            self.no_eviction_before = n + stride if stride else sys.maxsize
             return old, self.tail_start
         if not self._stop_inside(n):
             # There are no other evictions in prefill, so that the result does not depend on its

@@ -36,7 +36,8 @@ class EvictionRule:
     Args:
         block_size: Tokens in a block.
         window: Observation window w: the queries of the last w tokens score the other tokens.
-        interval: Decode steps between evictions; 0 evicts after prefill only.
+        interval: Decode steps between evictions, at least the tokens of a page of the store; 0
+            evicts after prefill only.
         budget_tokens: Tokens kept per KV head, window included; None if a share is given.
         budget_share: Share of the memory of the tokens so far that is kept, in (0, 1]; None if
             tokens are given. It is a share of the tokens if pages of the store hold no more of them
@@ -45,8 +46,8 @@ class EvictionRule:
         max_tokens: Maximum number of tokens per KV head for a share; None for no limit.
         share: Budget of the group relative to the mean over all layers; None if all layers have the
             same budget.
-        prefill_interval: Tokens of prefill between evictions inside a prompt; 0 for no such
-            evictions.
+        prefill_interval: Tokens of prefill between evictions inside a prompt, at least those of a
+            page of the store; 0 for no such evictions.
         recent: Last tokens that are never evicted; None for the window.
         protect_first: First tokens that no head evicts. Every head has the pages of these tokens in
             addition to the budget of the group.
@@ -112,18 +113,8 @@ class EvictionRule:
 
     @property
     def stride(self) -> int:
-        """Decode steps between two evictions: the interval rounded up to whole blocks; 0 for never.
-
-        The tail start moves by whole blocks, so a shorter interval would have nothing to evict.
-        """
-        return self.prefill_stride if self.every else self._whole_blocks(self.interval)
-
-    @property
-    def longest_stride(self) -> int:
-        """Decode steps between two evictions at most: the stride, or as many strides as fill a page
-        of a store that grows by whole pages."""
-        fills = self.may_keep_all and self.stride > 0
-        return blocks_for(self.page_tokens, self.stride) * self.stride if fills else self.stride
+        """Decode steps between two evictions, as :meth:`_apart` has them; 0 for never."""
+        return self.prefill_stride if self.every else self._apart(self.interval)
 
     @property
     def pause(self) -> int:
@@ -137,16 +128,17 @@ class EvictionRule:
 
     @property
     def prefill_stride(self) -> int:
-        """Tokens of prefill between two evictions: the interval rounded up to whole blocks; 0 for
-        none.
+        """Tokens of prefill between two evictions, as :meth:`_apart` has them; 0 for none."""
+        return self._apart(self.every or self.prefill_interval)
 
-        With ``every`` these are at least the tokens of a page of the store. With fewer new tokens,
-        no head could fill a page that another head gives up, and the heads of a conversation would
-        keep the equal numbers of pages with which its first, small store begins.
+    def _apart(self, tokens: int) -> int:
+        """Return the tokens between two evictions for an interval of ``tokens``; 0 for 0.
+
+        They are whole blocks, because the tail start moves by whole blocks, and at least a page of
+        the store. With fewer new tokens, no head could fill a page that another head gives up, and
+        all heads would keep the numbers of pages with which the first store of a request begins.
         """
-        if not self.every:
-            return self._whole_blocks(self.prefill_interval)
-        return self._whole_blocks(max(self.every, self.page_tokens))
+        return self._whole_blocks(max(tokens, self.page_tokens)) if tokens else 0
 
     def _whole_blocks(self, tokens: int) -> int:
         """Return ``tokens`` rounded up to whole blocks, in tokens."""

@@ -141,13 +141,15 @@ def test_a_progress_after_a_position_is_one_that_evicted_there(rule, prompt, mor
 
 
 @pytest.mark.parametrize("page_tokens", [32, 60, 120])
-def test_heads_get_their_shares_of_a_conversation(page_tokens):
-    """Also where a page of the store holds more tokens than come between two evictions."""
+@pytest.mark.parametrize(("often", "prompt"), [("every", 4000), ("interval", 20)])
+def test_heads_get_their_shares_of_a_conversation(page_tokens, often, prompt):
+    """Also where a page of the store holds more tokens than are asked for between two evictions."""
     rule = EvictionRule(
-        32, 32, 0, budget_share=0.1, min_tokens=128, recent=8, every=32, page_tokens=page_tokens
-    )
+        32, 32, budget_share=0.1, min_tokens=128, recent=8, page_tokens=page_tokens,
+        **{"interval": 0} | {often: 32},
+    )  # fmt: skip
     shares, pages, last = torch.tensor([[1.8, 0.9, 0.3]]), torch.zeros(1, 3, dtype=torch.int64), 0
-    evictions = walk(EvictionProgress(rule, 4000, 4000), 4000)
+    evictions = walk(EvictionProgress(rule, prompt, prompt), 4000)
     for _, tail_start, store in evictions:
         candidates = pages * page_tokens + tail_start - last
         pages, last = shared_pages(shares, candidates // page_tokens, store), tail_start

@@ -44,12 +44,13 @@ class Streaming(Walk):
 def expected_points(rule: EvictionRule, end: int, at: int | None) -> list[int]:
     """Where prefill evicts: the budget full, then every interval, and at the end of the context.
 
-    Blocks are counted here as if stored tokens took as much room as others.
+    An interval fills a page of the store. Blocks are counted here as if stored tokens took as much
+    room as others.
     """
     bs, window = rule.block_size, rule.window
     size = rule.page_tokens // bs
     kept = max(1, (rule.budget_tokens - window) // rule.page_tokens) * size
-    stride = -(-rule.prefill_interval // bs) * bs
+    stride = -(-max(rule.prefill_interval, rule.page_tokens) // bs) * bs
     goal = end if at is None else at
     n, found, tail, store = (kept + -(-window // bs)) * bs + stride, [], 0, 0
     candidates = {goal, *range(n, end, stride)}

@@ -151,7 +151,8 @@ def test_evicts_at_the_end_of_prefill_and_then_every_stride(rule, prompt_len, re
     for _ in range(3 * rule.stride + 5):
         walk.step(1)
     bs, kept = rule.block_size, rule.store_blocks(prompt_len) * rule.page_tokens
-    assert rule.stride % bs == 0 and rule.interval <= rule.stride < rule.interval + bs
+    apart = max(rule.interval, rule.page_tokens) if rule.interval else 0
+    assert rule.stride % bs == 0 and apart <= rule.stride < apart + bs
     whole_blocks_before_window = max(0, end - rule.window) // bs
     if whole_blocks_before_window * bs > kept:
         expected = list(range(end, walk.n + 1, rule.stride)) if rule.stride else [end]
