@@ -25,6 +25,7 @@ class Job:
         abort_after: Tokens after which the client goes away; None for never.
         point: Its eviction point; None for the end of the prompt.
         phase: Of the load in which it arrives; empty where a load has none.
+        continued: True if the spans cover the answer as well: a later prompt begins with it.
 
     """
 
@@ -37,6 +38,7 @@ class Job:
     abort_after: int | None = None
     point: int | None = None
     phase: str = ""
+    continued: bool = False
 
     @property
     def request_id(self) -> str:
@@ -60,7 +62,8 @@ class Job:
         )
 
     def _hasher(self, block_size: int) -> "Callable[[Request], list[Any]]":
-        shared = min(len(self.spans) * self.span, self.prompt) // block_size
+        longest = self.prompt + self.output if self.continued else self.prompt
+        shared = min(len(self.spans) * self.span, longest) // block_size
 
         def hashes(request: "Request") -> list[Any]:
             first, last = len(request.block_hashes), request.num_tokens // block_size

@@ -1,4 +1,7 @@
-"""Loads: what arrives when. Closed loop, Poisson, or recorded in the Mooncake trace format."""
+"""Loads: what arrives when.
+
+Closed loop, Poisson, conversations, or recorded in the Mooncake trace format.
+"""
 
 import itertools
 import json
@@ -97,6 +100,41 @@ class Load:
                 self.shared if self.point else None,
                 self.phase(now),
             )
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """Conversations that grow, in a closed loop: their first turns, then their second ones.
+
+    A turn's prompt is everything before it, with the answers, and new tokens.
+
+    Args:
+        prompt: New tokens of a turn.
+        output: Tokens generated in a turn.
+        count: Conversations.
+        turns: Turns of each.
+        aborts: As in :class:`Load`.
+        seed: Equal seeds, equal loads.
+
+    """
+
+    prompt: Lengths
+    output: Lengths
+    count: int
+    turns: int
+    aborts: float = 0.0
+    seed: int = 0
+
+    def jobs(self) -> Iterator[Job]:
+        """The requests by arrival."""
+        rng, held = random.Random(self.seed), [0] * self.count
+        longest = self.turns * (self.prompt.most + self.output.most)
+        for number in range(self.turns * self.count):
+            who = number % self.count
+            prompt, output = held[who] + self.prompt.draw(rng), self.output.draw(rng)
+            held[who] = prompt + output
+            gone = _abort(rng, self.aborts, output)
+            yield Job(number, None, prompt, output, (who,), longest, gone, continued=True)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.simulate.card import CARDS
-from benchmarks.simulate.load import Lengths, Load, Trace
+from benchmarks.simulate.load import Conversations, Lengths, Load, Trace
 from benchmarks.simulate.model import MODELS
 from benchmarks.simulate.server import Machine
 from benchmarks.simulate.setting import STOCK, Setting
@@ -20,7 +20,7 @@ class Options:
     """What to run."""
 
     machine: Machine
-    load: Load | Trace
+    load: Load | Conversations | Trace
     clients: int
     steps: int
     settings: tuple[Setting, ...]
@@ -52,8 +52,20 @@ class Options:
             utilization=given.gpu_memory_utilization,
         )
         shared: dict[str, Any] = dict(aborts=given.aborts, requests=given.requests, seed=given.seed)
-        load: Load | Trace
-        if given.trace is not None:
+        load: Load | Conversations | Trace
+        if (given.conversations is None) != (given.turns is None):
+            parser.error("give --conversations and --turns together")
+        if given.conversations is not None:
+            if given.conversations < 1 or given.turns < 1:
+                parser.error("--conversations and --turns: give numbers of at least 1")
+            others = ("trace", "rate", "shared", "point", "requests")
+            if wrong := [name for name in others if getattr(given, name)]:
+                parser.error(f"--conversations are a closed loop without --{', --'.join(wrong)}")
+            load = Conversations(
+                given.prompt, given.output_len, given.conversations, given.turns, given.aborts,
+                given.seed,
+            )  # fmt: skip
+        elif given.trace is not None:
             load = Trace(given.trace, given.speed, **shared)
         else:
             load = Load(
@@ -118,6 +130,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--clients", type=int, help="closed loop: unfinished requests (default: twice max-num-seqs)"
     )
+    add("--conversations", type=int, help="closed loop: conversations that grow, with --turns")
+    add("--turns", type=int, help="turns of each; --prompt are the new tokens of a turn")
     add("--rate", type=float, help="Poisson: requests a second in place of the closed loop")
     add("--burst", type=float, help="Poisson: the rate in the second half of every period")
     add("--period", type=float, default=120.0, help="seconds, of a load with bursts")

@@ -3,6 +3,7 @@
 from typing import Any
 
 from benchmarks.provenance import sentence
+from benchmarks.simulate.load import Conversations, Load, Trace
 from benchmarks.simulate.options import Options
 
 COLUMNS = (
@@ -39,7 +40,7 @@ def markdown(options: Options, results: dict[str, Any], origin: dict[str, Any]) 
         f"{'Async' if machine.asynchronous else 'Sync'} scheduler, at most "
         f"{machine.max_num_seqs} sequences and {machine.max_batched} tokens a step, blocks of "
         f"{machine.block_size}; {options.load}"
-        + ("" if getattr(options.load, "rate", 1) else f", {options.clients} clients")
+        + ("" if _arrives(options.load) else f", {options.clients} clients")
         + ".",
         "",
         "| " + " | ".join(COLUMNS) + " |",
@@ -48,6 +49,11 @@ def markdown(options: Options, results: dict[str, Any], origin: dict[str, Any]) 
         *_phases(results),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _arrives(load: Load | Conversations | Trace) -> bool:
+    """True if requests arrive at times of their own, False in a closed loop."""
+    return isinstance(load, Trace) or (isinstance(load, Load) and load.rate is not None)
 
 
 def _row(name: str, one: dict[str, Any], first: dict[str, Any]) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.provenance import provenance
 from benchmarks.simulate.__main__ import simulate
 from benchmarks.simulate.card import CARDS, Work, step_seconds
-from benchmarks.simulate.load import Lengths, Load, Trace
+from benchmarks.simulate.load import Conversations, Lengths, Load, Trace
 from benchmarks.simulate.model import Sizes
 from benchmarks.simulate.options import Options
 from benchmarks.simulate.report import markdown
@@ -55,6 +55,50 @@ def test_a_mooncake_trace_gives_arrivals_lengths_and_shared_blocks(tmp_path: Pat
     assert (len(one), len(two)) == (34, 28)
     assert one[:16] == two[:16], "512 tokens are 16 blocks"
     assert not set(one[16:]) & set(two[16:])
+
+
+def test_a_turn_of_a_conversation_begins_with_all_of_the_turns_before() -> None:
+    load = Conversations(Lengths(90, 110), Lengths(20, 20), 3, 4)
+    jobs = list(load.jobs())
+    assert len(jobs) == 12 and jobs == list(load.jobs())
+    for who in range(3):
+        turns = jobs[who::3]
+        for before, after in itertools.pairwise(turns):
+            assert 90 <= after.prompt - before.prompt - 20 <= 110
+            request = before.request(32)
+            request.append_output_token_ids([7] * 20)
+            known, found = request.block_hashes, after.request(32).block_hashes
+            assert known == found[: len(known)], "answers included"
+            assert len(known) == (before.prompt + 20) // 32 < len(found)
+    first, other = jobs[0].request(32).block_hashes, jobs[1].request(32).block_hashes
+    assert not set(first) & set(other)
+
+
+@pytest.mark.parametrize("wrong", [
+    "--conversations 3", "--turns 3", "--conversations 0 --turns 1",
+    "--conversations 2 --turns 2 --rate 3", "--conversations 2 --turns 2 --shared 8 --point",
+])  # fmt: skip
+def test_what_conversations_exclude_is_named(wrong: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        Options.parse(wrong.split())
+    assert "--conversations" in capsys.readouterr().err
+
+
+def test_conversations_that_evict_compute_their_new_tokens_alone() -> None:
+    arguments = (
+        f"--model {cached_tiny_llama(kv_heads=2)} --blocks 240 --max-num-seqs 8 --prompt 200 "
+        "--output-len 30 --conversations 8 --turns 8 --clients 2 --steps 9000"
+    ).split()
+    settings = ["stock", "snapkv:12.5%,every=64"]
+    options = Options.parse([*arguments, *(x for s in settings for x in ("--setting", s))])
+    stock, evicting = (simulate(options, setting) for setting in options.settings)
+    assert stock["finished"] == evicting["finished"] == 64
+    assert evicting["counters"]["stores_reused"] == 7 * 8
+    # A turn begins at the last state, which is at most an interval and a window old.
+    new = 64 * (200 + 30)
+    assert new - 64 <= evicting["computed_tokens"] <= new + 56 * (64 + 32 + 32)
+    assert stock["computed_tokens"] > 2 * evicting["computed_tokens"]
+    assert "2 clients" in markdown(options, {"stock": stock}, provenance())
 
 
 def test_a_step_takes_its_bytes_or_its_flops() -> None:
