@@ -198,11 +198,14 @@ HOOKS = {
             FullAttentionManager.add_local_computed_blocks(request_id)
             FullAttentionManager.kv_cache_group_id FullAttentionManager._null_block
         """,
-        "vllm.v1.core.kv_cache_utils": "KVCacheBlock.block_id KVCacheBlock.ref_cnt",
+        "vllm.v1.core.kv_cache_utils": """
+            KVCacheBlock.block_id KVCacheBlock.ref_cnt KVCacheBlock.block_hash
+            KVCacheBlock.next_free_block FreeKVCacheBlockQueue.fake_free_list_head
+        """,
         "vllm.v1.core.block_pool": """
             BlockPool.get_new_blocks(num_blocks) BlockPool.free_blocks(ordered_blocks)
             BlockPool.evict_blocks(block_ids) BlockPool.touch(blocks) BlockPool.get_num_free_blocks
-            BlockPool.num_gpu_blocks
+            BlockPool.num_gpu_blocks BlockPool.free_block_queue
         """,
         "vllm.v1.core.sched.scheduler": """
             Scheduler.running Scheduler.max_num_scheduled_tokens Scheduler._inflight_prefills

@@ -2,6 +2,8 @@
 
 import itertools
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from benchmarks.provenance import provenance
 from benchmarks.simulate.__main__ import simulate
 from benchmarks.simulate.card import CARDS, Work, step_seconds
+from benchmarks.simulate.job import Job
 from benchmarks.simulate.load import Conversations, Lengths, Load, Trace
 from benchmarks.simulate.model import Sizes
 from benchmarks.simulate.options import Options
@@ -99,6 +102,31 @@ def test_conversations_that_evict_compute_their_new_tokens_alone() -> None:
     assert new - 64 <= evicting["computed_tokens"] <= new + 56 * (64 + 32 + 32)
     assert stock["computed_tokens"] > 2 * evicting["computed_tokens"]
     assert "2 clients" in markdown(options, {"stock": stock}, provenance())
+
+
+class WithoutAnswers(Conversations):
+    """Conversations whose turns do not repeat earlier answers token by token."""
+
+    def jobs(self) -> Iterator[Job]:
+        return (replace(job, continued=False) for job in super().jobs())
+
+
+@pytest.mark.parametrize(("output", "load"), [(30, Conversations), (100, WithoutAnswers)])
+def test_idle_conversations_keep_their_last_state_in_a_full_pool(output: int, load: type) -> None:
+    """The pool holds the last states of all, but not those that they leave behind."""
+    arguments = (
+        f"--model {cached_tiny_llama(kv_heads=2)} --blocks 300 --max-num-seqs 8 --prompt 300 "
+        f"--output-len {output} --conversations 8 --turns 10 --clients 2 --steps 30000 "
+        "--setting snapkv:12.5%,every=64"
+    ).split()
+    options = Options.parse(arguments)
+    options = replace(options, load=load(**vars(options.load)))
+    (setting,) = options.settings
+    found = simulate(options, setting)
+    assert found["finished"] == 80 and found["counters"]["evictions_in_place"] > 0
+    assert found["counters"]["stores_reused"] >= 0.9 * 72
+    new = 80 * (300 + output) + (72 * output if load is WithoutAnswers else 0)
+    assert found["computed_tokens"] < 1.5 * new
 
 
 def test_a_step_takes_its_bytes_or_its_flops() -> None:

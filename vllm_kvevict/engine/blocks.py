@@ -37,6 +37,14 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
 
+KEPT_STATES = (1, 2, 4, 8)
+"""Numbers of evictions after which the state of a conversation is not written over. Later states
+would take as much memory as the last one."""
+
+BLANK_DIVISOR = 8
+"""A conversation leaves its states behind while this part of the pool's next blocks holds nothing
+cached."""
+
 
 class EvictableAttentionManager(FullAttentionManager):
     """Block manager of full attention in which a store of S blocks replaces old positional blocks.
@@ -408,15 +416,48 @@ class EvictionCore:
         """Evict the groups of a quote, for which the pool has the fresh blocks.
 
         If the pool has more free blocks than these and the next step of all running requests need,
-        survivors are written to fresh blocks, and the prompt stays in the prefix cache.
+        survivors are written to fresh blocks, and what they were before stays in the prefix cache,
+        unless it is a state that a conversation leaves behind.
         """
         spare, evictions = self.free_after_step - quote.fresh, []
+        overwrites = self._overwrites(state, quote, end)
         for part in quote.parts:
             fresh, more = part.fresh, part.store - part.reserved - part.fresh
-            if more <= spare:
+            if more <= spare and not overwrites:
                 fresh, spare = fresh + more, spare - more
             evictions.append(self.managers[part.group_id].evict(state, end, fresh))
         return evictions
+
+    def _overwrites(self, state: RequestState, quote: Quote, end: int) -> bool:
+        """Return True if a conversation should write survivors over its last state, although the
+        pool has enough fresh blocks.
+
+        If a part of the pool's next blocks is cached, fresh ones would take the idle states of
+        other conversations, with which their next turns start. Some states are never written over:
+        the first few, with which requests start that have a system prompt in common; the last one
+        of the prompt, with which a next turn starts that does not repeat the answer; and those with
+        which several requests have started.
+        """
+        former, prompt_end = state.last_store, state.request.num_prompt_tokens
+        if not state.makes_links or former is None or state.links in KEPT_STATES:
+            return False
+        if former.starts > 1 or former.key.point <= prompt_end < end:
+            return False
+        taken = sum(part.store - part.reserved for part in quote.parts)
+        pool = self.cache.block_pool
+        return self._next_is_cached(max(taken, pool.num_gpu_blocks // BLANK_DIVISOR))
+
+    def _next_is_cached(self, count: int) -> bool:
+        """Return True if one of the next ``count`` blocks that the pool hands out is cached."""
+        block = self.cache.block_pool.free_block_queue.fake_free_list_head.next_free_block
+        for _ in range(count):
+            # The last block of the queue is not one of the pool's.
+            if block is None or block.next_free_block is None:
+                return False
+            if block.block_hash is not None:
+                return True
+            block = block.next_free_block
+        return False
 
 
 def register_spec() -> None:

@@ -100,6 +100,7 @@ class StepPlanner:
                 plan.reused[state.request_id] = self._stores.plan(state)
                 store, state.pending_store = state.pending_store, None
                 if state.replay_store is None:
+                    store.starts += 1
                     self._stores.windows.keep_of(state, store)
                     self._counters.stores_reused += 1
                     self._counters.tokens_reused += state.request.num_computed_tokens

@@ -40,6 +40,8 @@ class PublishedStore:
     suffix: dict[BlockHash, list[tuple[KVCacheBlock, bytes]]] = field(default_factory=dict)
     counted_idle: bool = False
     """True if the store was idle when it was last examined."""
+    starts: int = 0
+    """Number of requests that have started with the store."""
     written: bool = False
     """True if the store is in files, or is being written and has not failed."""
 

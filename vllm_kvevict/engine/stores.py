@@ -14,7 +14,7 @@ of its own. Layers that attend within a window belong to a store with their last
 point (:mod:`vllm_kvevict.engine.windows`).
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +69,8 @@ class PublishedStores:
         self._published: OrderedDict[ShareKey, PublishedStore] = OrderedDict()
         """By key, the one that was examined or made last at the end."""
         self._by_block: dict[int, PublishedStore] = {}
+        self._tails: Counter[int] = Counter()
+        """Number of published stores with a block among those after their survivors, by block."""
         self._unmade: dict[ShareKey, None] = {}
         self._awaited: dict[ShareKey, None] = {}
         """Stores that waiting requests wait for a running request to make."""
@@ -426,6 +428,7 @@ class PublishedStores:
         hashes = [(block, block.block_hash or b"") for _, block in stored + tails]
         store = self._published[key] = PublishedStore(key, groups, hashes)
         self._by_block |= {block.block_id: store for _, block in stored}
+        self._tails.update(block.block_id for _, block in tails)
         return store
 
     def drop_containing(self, block_ids: Iterable[int]) -> None:
@@ -436,16 +439,22 @@ class PublishedStores:
                 self._drop(store)
 
     def _drop(self, store: PublishedStore) -> None:
-        """Drop a store; its remaining blocks become ordinary free memory."""
+        """Drop a store; its remaining blocks, and those computed over it that are of no other
+        store, become ordinary free memory."""
         if self._published.get(store.key) is store:
             del self._published[store.key]
             self._count_idle(store, False)
+            for part in store.groups.values():
+                self._tails.subtract(block.block_id for block in part.tail)
         own = {block.block_id for group in store.groups.values() for block in group.store}
         # The next store of a chain has taken over the blocks of groups that did not evict there.
         own = {block_id for block_id in own if self._by_block.get(block_id) is store}
         for block_id in own:
             del self._by_block[block_id]
+        blocks = [(block, mark) for block, mark in store.hashes if block.block_id in own]
+        over = (one for marked in store.suffix.values() for one in marked)
+        blocks += ((block, mark) for block, mark in over if self._tails[block.block_id] <= 0)
         self.suffixes.drop(store)
         self._manager.block_pool.evict_blocks(
-            {b.block_id for b, mark in store.hashes if b.block_id in own and b.block_hash == mark}
+            {block.block_id for block, mark in blocks if block.block_hash == mark}
         )
