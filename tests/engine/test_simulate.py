@@ -129,6 +129,21 @@ def test_idle_conversations_keep_their_last_state_in_a_full_pool(output: int, lo
     assert found["computed_tokens"] < 1.5 * new
 
 
+def test_branches_of_one_text_compute_it_twice_at_most_in_a_full_pool() -> None:
+    """Each of them goes on for several evictions, after which only its last state would be left."""
+    arguments = (
+        f"--model {cached_tiny_llama(kv_heads=2)} --blocks 150 --max-num-seqs 8 --shared 2000 "
+        "--max-num-batched-tokens 256 --prompt 300 --output-len 10 --requests 24 --clients 1 "
+        "--steps 30000 --setting snapkv:12.5%,every=64"
+    ).split()
+    options = Options.parse(arguments)
+    (setting,) = options.settings
+    found = simulate(options, setting)
+    assert found["finished"] == 24 and found["counters"]["evictions_in_place"] > 0
+    assert found["counters"]["stores_reused"] >= 22
+    assert found["computed_tokens"] < 2 * 2000 + 24 * (300 + 10 + 2 * 64)
+
+
 def test_a_step_takes_its_bytes_or_its_flops() -> None:
     card = CARDS["h100"]
     read = step_seconds(card, SIZES, Work(1, 10**6)) - step_seconds(card, SIZES, Work(1, 0))

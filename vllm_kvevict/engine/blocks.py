@@ -37,10 +37,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
 
-KEPT_STATES = (1, 2, 4, 8)
-"""Numbers of evictions after which the state of a conversation is not written over. Later states
-would take as much memory as the last one."""
-
 BLANK_DIVISOR = 8
 """A conversation leaves its states behind while this part of the pool's next blocks holds nothing
 cached."""
@@ -412,40 +408,33 @@ class EvictionCore:
         quotes = (self.managers[g].quote(state, end, after_replay=after_replay) for g in groups)
         return Quote(tuple(quotes))
 
-    def evict(self, state: RequestState, quote: Quote, end: int) -> list[GroupEviction]:
+    def evict(
+        self, state: RequestState, quote: Quote, end: int, left_behind: bool = False
+    ) -> list[GroupEviction]:
         """Evict the groups of a quote, for which the pool has the fresh blocks.
 
         If the pool has more free blocks than these and the next step of all running requests need,
-        survivors are written to fresh blocks, and what they were before stays in the prefix cache,
-        unless it is a state that a conversation leaves behind.
+        survivors are written to fresh blocks, and what they were before stays in the prefix cache.
+        If it was left behind, this is so only while a part of the pool is blank: fresh blocks that
+        are cached may be the last states of idle conversations, with which their next turns start.
+
+        Args:
+            state: The request.
+            quote: What the eviction takes.
+            end: Number of tokens in the cache after the step.
+            left_behind: True if no request is expected to start with the last store of the request.
+
         """
         spare, evictions = self.free_after_step - quote.fresh, []
-        overwrites = self._overwrites(state, quote, end)
+        taken = sum(part.store - part.reserved for part in quote.parts)
+        blank = max(taken, self.cache.block_pool.num_gpu_blocks // BLANK_DIVISOR)
+        overwrites = left_behind and self._next_is_cached(blank)
         for part in quote.parts:
             fresh, more = part.fresh, part.store - part.reserved - part.fresh
             if more <= spare and not overwrites:
                 fresh, spare = fresh + more, spare - more
             evictions.append(self.managers[part.group_id].evict(state, end, fresh))
         return evictions
-
-    def _overwrites(self, state: RequestState, quote: Quote, end: int) -> bool:
-        """Return True if a conversation should write survivors over its last state, although the
-        pool has enough fresh blocks.
-
-        If a part of the pool's next blocks is cached, fresh ones would take the idle states of
-        other conversations, with which their next turns start. Some states are never written over:
-        the first few, with which requests start that have a system prompt in common; the last one
-        of the prompt, with which a next turn starts that does not repeat the answer; and those with
-        which several requests have started.
-        """
-        former, prompt_end = state.last_store, state.request.num_prompt_tokens
-        if not state.makes_links or former is None or state.links in KEPT_STATES:
-            return False
-        if former.starts > 1 or former.key.point <= prompt_end < end:
-            return False
-        taken = sum(part.store - part.reserved for part in quote.parts)
-        pool = self.cache.block_pool
-        return self._next_is_cached(max(taken, pool.num_gpu_blocks // BLANK_DIVISOR))
 
     def _next_is_cached(self, count: int) -> bool:
         """Return True if one of the next ``count`` blocks that the pool hands out is cached."""

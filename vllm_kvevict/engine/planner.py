@@ -220,7 +220,8 @@ class StepPlanner:
         ring = state.ring if reads_window and self._turns.recorded(state, end) else None
         if state.makes_links:
             self._stores.extends(state, end)
-        evictions = self._core.evict(state, quote, end)
+        left_behind = self._stores.left_behind(state, end)
+        evictions = self._core.evict(state, quote, end, left_behind)
         self._stores.windows.let_go(state)
         self._stores.drop_containing(
             block for eviction in evictions for block in eviction.store[: eviction.reused]

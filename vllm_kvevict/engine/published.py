@@ -42,6 +42,8 @@ class PublishedStore:
     """True if the store was idle when it was last examined."""
     starts: int = 0
     """Number of requests that have started with the store."""
+    again: bool = False
+    """True if an equal store was made before, and is gone."""
     written: bool = False
     """True if the store is in files, or is being written and has not failed."""
 

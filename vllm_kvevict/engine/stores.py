@@ -37,6 +37,9 @@ MAX_UNMADE_KEYS = 256
 """Maximum number of remembered keys of requests that reached the point and could not evict
 there."""
 
+MAX_NAMES = 1 << 15
+"""Maximum number of remembered names of stores, of which each takes some 150 bytes."""
+
 STORES_EXAMINED_PER_STEP = 16
 """Number of published stores that a step examines. Examining all takes 22 to 25 ms at 14,000."""
 
@@ -71,6 +74,8 @@ class PublishedStores:
         self._by_block: dict[int, PublishedStore] = {}
         self._tails: Counter[int] = Counter()
         """Number of published stores with a block among those after their survivors, by block."""
+        self._names: OrderedDict[str, None] = OrderedDict()
+        """Of the stores that were made, the last one at the end."""
         self._unmade: dict[ShareKey, None] = {}
         self._awaited: dict[ShareKey, None] = {}
         """Stores that waiting requests wait for a running request to make."""
@@ -346,6 +351,23 @@ class PublishedStores:
         """Called before a request evicts at ``end`` over its last store, whose blocks the eviction
         may write to."""
 
+    def left_behind(self, state: RequestState, end: int) -> bool:
+        """Return True if no request is expected to start with the last store of a request that
+        evicts at ``end`` over it.
+
+        Requests may start with the last store of the prompt, if a next turn does not repeat the
+        answer; with one from which several requests started; and with one from which requests
+        parted: it was made again, and what follows was not.
+        """
+        former, prompt_end, chain = state.last_store, state.request.num_prompt_tokens, state.chain
+        if not state.makes_links or chain is None or former is None or former.starts > 1:
+            return False
+        if former.key.point <= prompt_end < end:
+            return False
+        following = chain.keys[state.links] if state.links < len(chain.keys) else None
+        parted = following is None or following.name not in self._names
+        return not (former.again and parted)
+
     def _continues(self, base: PublishedStore | None, store: PublishedStore) -> None:
         """Record that a store was made by a request that started with another one."""
 
@@ -427,6 +449,11 @@ class PublishedStores:
                 block.set_block_hash(make_block_hash_with_group_id(mark, group))
         hashes = [(block, block.block_hash or b"") for _, block in stored + tails]
         store = self._published[key] = PublishedStore(key, groups, hashes)
+        store.again = key.name in self._names
+        self._names[key.name] = None
+        self._names.move_to_end(key.name)
+        if len(self._names) > MAX_NAMES:
+            self._names.popitem(last=False)
         self._by_block |= {block.block_id: store for _, block in stored}
         self._tails.update(block.block_id for _, block in tails)
         return store
