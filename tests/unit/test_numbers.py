@@ -36,15 +36,25 @@ def table(page: Path, *titles: str) -> list[Row]:
     return found[0]
 
 
-def answers(file: str, scenario: str, task: str, policy: str, budget: str) -> str:
-    """A score of a file of ``benchmarks.quality``, in whole percent."""
+def cell(file: str, scenario: str, task: str, policy: str, budget: str) -> str:
+    """A score of a file of ``benchmarks.quality`` with its interval, in whole percent."""
     section = (RESULTS / file).read_text().split(f"## {scenario}\n")[1].split("\n## ")[0]
     named = ""
     for row in next(tables(section)):
         named = row["task"] or named
         if (named, row["policy"]) == (task, policy):
-            return f"{float(row[budget].split()[0]):.0f}"
+            return rounded(row[budget].partition(";")[0])
     raise KeyError((file, scenario, task, policy))
+
+
+def rounded(text: str) -> str:
+    """A text with its numbers in whole units."""
+    return re.sub(r"\d+\.\d+", lambda one: f"{float(one[0]):.0f}", text)
+
+
+def answers(file: str, scenario: str, task: str, policy: str, budget: str) -> str:
+    """A score of a file of ``benchmarks.quality``, in whole percent."""
+    return cell(file, scenario, task, policy, budget).split()[0]
 
 
 def with_a_profile() -> list[list[str]]:
@@ -60,6 +70,58 @@ def with_a_profile() -> list[list[str]]:
         cells(file, scenario, task) + cells(f"gemma_{file}", scenario, task)
         for task in ("later", "s-niah", "defaults")
         for scenario, file in sources
+    ]
+
+
+def questions_in_turn() -> list[list[str]]:
+    """Right answers to five questions about one context, and points lost, of docs/quality.md."""
+
+    def rows(file: str) -> dict[str, Row]:
+        (found,) = tables((RESULTS / f"{file}.md").read_text())
+        return {row["budget"]: row for row in found}
+
+    def lost(row: Row, interval: bool = True) -> str:
+        mean, low, high = (-float(one) for one in re.findall(r"[-+][\d.]+", row["difference"]))
+        return f"{mean + 0:.1f}" + (f" [{high + 0:.1f}, {low + 0:.1f}]" if interval else "")
+
+    def cells(model: str, budget: str) -> list[str]:
+        four = rows(f"{model}turns_int4")[budget]
+        right = four["all"].split()[0]
+        if budget == "-":
+            return [right, "", ""]
+        return [right, lost(four), lost(rows(f"{model}turns")[budget], interval=False)]
+
+    return [cells("", one) + cells("gemma_", one) for one in ("-", "25%", "12.5%", "6.25%")]
+
+
+def side_by_side() -> list[list[str]]:
+    """Caches of docs/quality.md: two tasks, question not known."""
+    (simulated,) = tables((RESULTS / "vllm_caches.md").read_text())
+
+    def two(files: tuple[str, str], policy: str, budget: str) -> list[str]:
+        tasks = "defaults", "later"
+        return [
+            cell(file, UNKNOWN, task, policy, budget) if file else "not measured"
+            for file, task in zip(files, tasks, strict=True)
+        ]
+
+    def of_vllm(name: str) -> list[str]:
+        mine = {row["task"]: row for row in simulated if row["cache"] == name}
+        memory = rounded(mine["later"]["memory"])
+        return [memory, rounded(mine["defaults"]["right, %"]), rounded(mine["later"]["right, %"])]
+
+    four, fp8 = ("not_known_int4.md", "not_known_int4_facts.md"), "fp8.md"
+    older = "not_known.md", "not_known.md"
+    return [
+        ["100%", *two(four, "full cache", "12.5%")],
+        ["50%", *two((fp8, fp8), "full cache", "50%")],
+        of_vllm("turboquant_4bit_nc"),
+        of_vllm("int4_per_token_head"),
+        ["25%", *two((fp8, fp8), PROBE, "50%")],
+        ["25%", *two(older, PROBE, "25%")],
+        ["25%", *two((four[0], ""), PROBE, "25%")],
+        ["12.5%", *two(older, PROBE, "12.5%")],
+        ["12.5%", *two(four, PROBE, "12.5%")],
     ]
 
 
@@ -136,6 +198,7 @@ def growing() -> list[list[str]]:
 
 
 EVERY = "every N tokens"
+OTHER_INT8 = "conversations_int8_4000.md"
 
 
 def by_turn(file: str, server: str, title: str = "right answers") -> list[str]:
@@ -159,6 +222,12 @@ def conversations() -> list[list[str]]:
             ("gemma_conversations_int8", EVERY),
         )
     ]
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def other_conversations() -> list[list[str]]:
+    """The same of 100 other conversations of SmolLM2."""
+    columns = by_turn("conversations_4000.md", "stock"), by_turn(OTHER_INT8, EVERY)
     return [list(row) for row in zip(*columns, strict=True)]
 
 
@@ -188,6 +257,9 @@ SHOWN: list[tuple[Path, tuple[str, ...], int, Callable[[], list[list[str]]]]] = 
     (PAGE, ("", "right"), 1, chats),
     (PAGE, ("turn",), 1, growing),
     (QUALITY, ("turn", "SmolLM2, full cache"), 1, conversations),
+    (QUALITY, ("turn", "full cache, others"), 1, other_conversations),
+    (QUALITY, ("cache", "memory"), 1, side_by_side),
+    (QUALITY, ("memory", "SmolLM2, `int4`"), 1, questions_in_turn),
     (PAGE, ("", "output tokens/s"), 1, on_a_gpu),
 ]
 """Page, first titles of a table, columns that name its rows, and what its other cells must be."""
@@ -238,11 +310,14 @@ def test_conversations_take_what_the_first_page_says() -> None:
 
 
 def test_conversations_answer_what_the_first_page_says() -> None:
-    """Percent of 300 with `int8`, with the full cache and in 16 bits, Gemma's and SmolLM2's."""
-    full, kept, eight, *gemma = (f"{int(cell) / 3:.0f}" for cell in conversations()[-1])
+    """Percent with `int8`, the full cache and 16 bits, Gemma's, and SmolLM2's of two runs."""
+    full, _, eight, *gemma = map(int, conversations()[-1])
+    others, others_eight = map(int, other_conversations()[-1])
     (said,) = re.findall(r"then answers (.*?)\(\[", README.read_text(), re.DOTALL)
     found = re.findall(r"\b\d+\b", said.replace("16 bits", "bits"))
-    assert found == [gemma[2], gemma[0], gemma[1], eight, full, kept]
+    of_300 = [f"{count / 3:.0f}" for count in (gemma[2], gemma[0], gemma[1])]
+    of_600 = [f"{count / 6:.0f}" for count in (eight + others_eight, full + others)]
+    assert found == [*of_300, "200", *of_600]
 
 
 def test_wrong_answers_are_as_many_as_the_page_says() -> None:

@@ -1,5 +1,6 @@
 """What two tensor-parallel ranks tell each other, each in a process of its own."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ LOST = ({3, 5}, {5, 8}), (set[int](), {7}), (set[int](), set[int]())
 
 def exchanged(rank: int, meeting: Path) -> dict[str, Any]:
     """What this rank gets from all."""
+    # vLLM's CPU worker sets it, and its communicator reads it.
+    os.environ["VLLM_DIST_IDENT"] = meeting.name
     with set_current_vllm_config(VllmConfig()):
         init_distributed_environment(2, rank, f"file://{meeting}", rank, "gloo")
         initialize_model_parallel(2, backend="gloo")
