@@ -19,7 +19,7 @@ class Way:
     Args:
         key: Its name on the command line and in files.
         title: Its name in the table.
-        flags: Flags of ``vllm serve`` beside policy and budget.
+        flags: Flags of ``vllm serve`` other than those of policy and budget.
         policy: Value of ``--kv-eviction``; None if the server does not evict.
         budget: Value of ``--kv-eviction-budget``, or :data:`AS_AUTO`; None for the default.
         build: True if vLLM's build for this machine may lack what the way needs. The table then

@@ -105,7 +105,7 @@ def test_conversations_that_evict_compute_their_new_tokens_alone() -> None:
 
 
 class WithoutAnswers(Conversations):
-    """Conversations whose turns do not repeat earlier answers token by token."""
+    """Conversations in which a prompt does not repeat the tokens of earlier answers."""
 
     def jobs(self) -> Iterator[Job]:
         return (replace(job, continued=False) for job in super().jobs())
@@ -113,7 +113,7 @@ class WithoutAnswers(Conversations):
 
 @pytest.mark.parametrize(("output", "load"), [(30, Conversations), (100, WithoutAnswers)])
 def test_idle_conversations_keep_their_last_state_in_a_full_pool(output: int, load: type) -> None:
-    """The pool holds the last states of all, but not those that they leave behind."""
+    """The pool has room for the latest state of each conversation, but not for earlier states."""
     arguments = (
         f"--model {cached_tiny_llama(kv_heads=2)} --blocks 300 --max-num-seqs 8 --prompt 300 "
         f"--output-len {output} --conversations 8 --turns 10 --clients 2 --steps 30000 "
@@ -130,7 +130,7 @@ def test_idle_conversations_keep_their_last_state_in_a_full_pool(output: int, lo
 
 
 def test_branches_of_one_text_compute_it_twice_at_most_in_a_full_pool() -> None:
-    """Each of them goes on for several evictions, after which only its last state would be left."""
+    """Each branch evicts several times after the common text, and would overwrite its state."""
     arguments = (
         f"--model {cached_tiny_llama(kv_heads=2)} --blocks 150 --max-num-seqs 8 --shared 2000 "
         "--max-num-batched-tokens 256 --prompt 300 --output-len 10 --requests 24 --clients 1 "

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
 
 BLANK_DIVISOR = 8
-"""A conversation leaves its states behind while this part of the pool's next blocks holds nothing
-cached."""
+"""One part in so many of the pool: while that many of its next free blocks hold nothing cached,
+evictions of a conversation do not overwrite its previous state."""
 
 
 class EvictableAttentionManager(FullAttentionManager):
@@ -414,9 +414,10 @@ class EvictionCore:
         """Evict the groups of a quote, for which the pool has the fresh blocks.
 
         If the pool has more free blocks than these and the next step of all running requests need,
-        survivors are written to fresh blocks, and what they were before stays in the prefix cache.
-        If it was left behind, this is so only while a part of the pool is blank: fresh blocks that
-        are cached may be the last states of idle conversations, with which their next turns start.
+        survivors are written to fresh blocks, and the former blocks stay in the prefix cache.
+        A store that was left behind is kept in this way only while the next free blocks hold
+        nothing cached. Otherwise its blocks are overwritten, because fresh ones may hold the latest
+        states of idle conversations, from which their next turns start.
 
         Args:
             state: The request.
