@@ -1,9 +1,12 @@
 """What two tensor-parallel ranks tell each other, each in a process of its own."""
 
 import os
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
@@ -17,7 +20,7 @@ LOST = ({3, 5}, {5, 8}), (set[int](), {7}), (set[int](), set[int]())
 
 def exchanged(rank: int, meeting: Path) -> dict[str, Any]:
     """What this rank gets from all."""
-    # vLLM's CPU worker sets it, and its communicator reads it.
+    # vLLM's CPU worker sets it, and its communicator names its shared memory after it.
     os.environ["VLLM_DIST_IDENT"] = meeting.name
     with set_current_vllm_config(VllmConfig()):
         init_distributed_environment(2, rank, f"file://{meeting}", rank, "gloo")
@@ -33,9 +36,19 @@ def exchanged(rank: int, meeting: Path) -> dict[str, Any]:
     )
 
 
-def test_both_ranks_get_what_either_has(tmp_path: Path) -> None:
+@pytest.fixture
+def meeting(tmp_path: Path) -> Iterator[Path]:
+    """A file whose name no other run has, and no shared memory of that name afterwards."""
+    name = f"meeting-{uuid.uuid4().hex}"
+    yield tmp_path / name
+    # A pool terminates its processes, so that vLLM does not remove it.
+    for left in Path("/dev/shm").glob(f"{name}*"):
+        left.unlink()
+
+
+def test_both_ranks_get_what_either_has(meeting: Path) -> None:
     with forked.context().Pool(2) as pool:
-        asked = [(rank, tmp_path / "meeting") for rank in range(2)]
+        asked = [(rank, meeting) for rank in range(2)]
         found = pool.starmap_async(exchanged, asked, chunksize=1).get(timeout=120)
     expected = dict(
         lost=[{3, 5, 8}, {7}, set()],
