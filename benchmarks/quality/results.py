@@ -83,6 +83,8 @@ def summarize(scores: Scores, threshold: float) -> Results:
         raise ValueError(
             f"no task reaches {threshold:.0%} with the full cache: "
             + ", ".join(f"{task} {found.mean:.1%}" for task, found in full.items())
+            + "; the answers are kept, and the same command with --resume and a lower --threshold"
+            " writes their table"
         )
     estimates = {}
     for cell, by_task in scores.items():
