@@ -13,10 +13,11 @@ from benchmarks.quality.prompt import SCENARIOS
 from benchmarks.quality.ruler.tasks import TASKS
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.names import COMPARABLE, POLICY_NAMES
+from vllm_kvevict.ops.fp8 import CACHE_DTYPES
 
 POOLED = ("snapkv", "ada-snapkv")
 """Policies whose scores are pooled along the sequence."""
-STORE_DTYPE = "--kv-eviction-store-dtype"
+STORE_DTYPE, CACHE_DTYPE = "--kv-eviction-store-dtype", "--kv-cache-dtype"
 QUICK: dict[str, Any] = dict(
     tasks=("s-niah",), policies=("ada-snapkv", "ada-defensive"), budgets=("25%",), samples=8,
     kvpress=False, threads=2, output=Path(".cache/quality/quick.json"),
@@ -77,9 +78,14 @@ class OwnOptions(BaseModel):
 
     @property
     def store_dtype(self) -> str:
-        """``--kv-eviction-store-dtype`` of ``server_args``."""
+        """The type of stored tokens that a server with ``server_args`` has."""
         given = shlex.split(self.server_args)
-        return given[given.index(STORE_DTYPE) + 1] if STORE_DTYPE in given else "auto"
+        values = {
+            name: given[given.index(name) + 1] if name in given else "auto"
+            for name in (STORE_DTYPE, CACHE_DTYPE)
+        }
+        beside = values[STORE_DTYPE] == "int4" and values[CACHE_DTYPE] in CACHE_DTYPES
+        return "int4_fp8" if beside else values[STORE_DTYPE]
 
     def _is_remote(self) -> bool:
         """True if the server runs already, so that ``model`` is a name."""

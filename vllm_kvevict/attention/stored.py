@@ -44,9 +44,10 @@ def warm_up(cache: LayerCache) -> None:
         (bits.key_bits, bits.value_bits),
         one,
         torch.tensor([1]),
-        cache.pages,
+        cache.stored,
         (cache.layout.keys, cache.layout.values),
         cache.softcap,
+        (cache.key_scale, cache.value_scale),
     )
 
 
@@ -212,9 +213,10 @@ class StoredBatch:
                 (stored_format.key_bits, stored_format.value_bits),
                 Pages.of(table, in_tail),
                 tail[:, 0],
-                cache.pages,
+                cache.stored,
                 (cache.layout.keys, cache.layout.values),
                 cache.softcap,
+                (cache.key_scale, cache.value_scale),
             )
             parts = Parts(top, total, torch.zeros_like(plain), values)
             return parts.result(None, sinks).unflatten(1, (count, group))

@@ -37,7 +37,7 @@ from vllm_kvevict.config.policy_options import PolicyOptions, check_known, read_
 from vllm_kvevict.config.profile import Profile, parse
 from vllm_kvevict.config.sentences import one_sentence
 from vllm_kvevict.config.store_tiers import Folder, Size, parse_size
-from vllm_kvevict.ops.token_format import AS_CACHED, INT4, INT8, TokenFormat
+from vllm_kvevict.ops.token_format import AS_CACHED, INT4, INT4_FP8, INT8, TokenFormat
 from vllm_kvevict.rules.layers import by_layer, pyramid
 from vllm_kvevict.rules.rule import MIN_INTERVAL_WINDOWS, EvictionRule
 
@@ -203,12 +203,13 @@ class EvictionConfig(BaseModel):
             "equal servers share them. Users with write access may change answers."
         ),
     )
-    store_dtype: Literal["auto", "int8", "int4"] = Field(
+    store_dtype: Literal["auto", "int8", "int4", "int4_fp8"] = Field(
         default="auto",
         description=(
             "Type in which evictions store the tokens that they keep. A block holds 3.75 times as "
             "many tokens of int4 and 1.875 times as many of int8, and a budget in percent is a "
-            "share of the memory then; auto is the type of the KV cache."
+            "share of the memory then; auto is the type of the KV cache. With an FP8 cache int4 "
+            "means int4_fp8, of which a block holds 1.875 times as many."
         ),
     )
     audit: Share = Field(
@@ -444,7 +445,8 @@ class EvictionConfig(BaseModel):
     @property
     def token_format(self) -> TokenFormat:
         """Format of the tokens of stores."""
-        return {"auto": AS_CACHED, "int8": INT8, "int4": INT4}[self.store_dtype]
+        formats = {"auto": AS_CACHED, "int8": INT8, "int4": INT4, "int4_fp8": INT4_FP8}
+        return formats[self.store_dtype]
 
     @property
     def _min_tokens(self) -> int:

@@ -281,3 +281,5 @@ def hadamard(size: int, device: "torch.device") -> "torch.Tensor":
 AS_CACHED = TokenFormat()
 INT4 = PackedFormat(5, 3, 60)
 INT8 = PackedFormat(8, 8, 30)
+INT4_FP8 = PackedFormat(5, 3, 30)
+"""``INT4`` in an FP8 cache, whose pages have half the bytes."""

@@ -1,7 +1,9 @@
-"""Refuses stores in few bits on GPUs where no kernel reads them, or only slowly."""
+"""Which stores in few bits a server has: their pages follow from its cache, and on GPUs they are
+refused where no kernel reads them, or only slowly."""
 
 from typing import TYPE_CHECKING
 
+from vllm_kvevict.ops.fp8 import CACHE_DTYPES
 from vllm_kvevict.serving.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -13,18 +15,39 @@ FLAG = "--kv-eviction-store-dtype int4 and int8"
 AUTO = "set --kv-eviction-store-dtype to auto"
 
 
-def _drafts(vllm_config: "VllmConfig") -> bool:
+def with_store_dtype(vllm_config: "VllmConfig", config: "EvictionConfig") -> "EvictionConfig":
+    """Return the settings with the type of stores in four bits that fits the KV cache.
+
+    A page of an FP8 cache has half the bytes, and holds as many tokens less.
+    """
+    if config.store_dtype not in FOUR_BITS:
+        return config
+    fp8 = vllm_config.cache_config.cache_dtype in CACHE_DTYPES
+    return config.model_copy(update={"store_dtype": FOUR_BITS[fp8]})
+
+
+FOUR_BITS = "int4", "int4_fp8"
+"""Types by whether the cache is FP8."""
+
+
+def _on_a_gpu() -> bool:
     from vllm.platforms import current_platform
 
-    return not current_platform.is_cpu() and vllm_config.speculative_config is not None
+    return not current_platform.is_cpu()
 
 
 GPU_STORE_REFUSALS = (
     Refusal(
+        f"{FLAG} with an FP8 cache on GPUs",
+        "the kernels read few bits beside 16 and 32 bits only",
+        f"set --kv-cache-dtype to auto or {AUTO}",
+        lambda c: c.cache_config.cache_dtype in CACHE_DTYPES and _on_a_gpu(),
+    ),
+    Refusal(
         f"{FLAG} with speculative decoding on GPUs",
         "each step with several query tokens would unpack all stores",
         f"remove --speculative-config or {AUTO}",
-        _drafts,
+        lambda c: c.speculative_config is not None and _on_a_gpu(),
     ),
 )
 

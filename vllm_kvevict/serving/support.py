@@ -297,16 +297,23 @@ STORE_DTYPE_REFUSALS = (
         lambda c: c.model_config.use_mla,
     ),
     Refusal(
-        "--kv-eviction-store-dtype int4 and int8 with an FP8 cache",
-        "it has not been tried with it",
-        "set --kv-cache-dtype to auto or --kv-eviction-store-dtype to auto",
-        lambda c: c.cache_config.cache_dtype in CACHE_DTYPES,
-    ),
-    Refusal(
-        "--kv-eviction-store-dtype int4 and int8 for heads of less than 64 dimensions in 16 bits",
+        "--kv-eviction-store-dtype int4 and int8 for heads of less than 64 dimensions in 16 bits "
+        "or FP8",
         "their scales would take the room of the tokens",
         "set --kv-eviction-store-dtype to auto",
-        lambda c: c.model_config.get_head_size() < 64 and c.model_config.dtype.itemsize < 4,
+        lambda c: (
+            c.model_config.get_head_size() < 64
+            and (c.model_config.dtype.itemsize < 4 or c.cache_config.cache_dtype in CACHE_DTYPES)
+        ),
+    ),
+)
+
+INT8_REFUSALS = (
+    Refusal(
+        "--kv-eviction-store-dtype int8 with an FP8 cache",
+        "both take eight bits",
+        "set --kv-eviction-store-dtype to auto or int4",
+        lambda c: c.cache_config.cache_dtype in CACHE_DTYPES,
     ),
 )
 
@@ -335,6 +342,7 @@ def check(vllm_config: "VllmConfig", config: "EvictionConfig") -> None:
     refusals = REFUSALS + (GROUP_REFUSALS if config.has_groups else ())
     refusals += LATENT_REFUSALS if latent else ()
     refusals += () if config.token_format.as_cached else STORE_DTYPE_REFUSALS + GPU_STORE_REFUSALS
+    refusals += INT8_REFUSALS if config.store_dtype == "int8" else ()
     refusals += LEARNED_REFUSALS if LEARNED.intersection(config.policies) else ()
     for refusal in refusals + (PRESSURE_REFUSALS if config.when == "pressure" else ()):
         if refusal.applies(vllm_config):

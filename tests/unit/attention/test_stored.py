@@ -9,7 +9,8 @@ from vllm_kvevict.attention.stored import StoredBatch, warm_up
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_layout import PageLayout
 from vllm_kvevict.ops.cpu.packed import decode_kernel
-from vllm_kvevict.ops.token_format import INT4, INT8
+from vllm_kvevict.ops.fp8 import FP8
+from vllm_kvevict.ops.token_format import INT4, INT4_FP8, INT8
 
 BLOCK, HEADS, GROUP = 16, 2, 3
 
@@ -17,11 +18,14 @@ BLOCK, HEADS, GROUP = 16, 2, 3
 def some_cache(token_format, dtype, size, softcap, sinks):
     offsets = torch.randperm(2 * BLOCK * size).view(2, BLOCK, size)
     pages = torch.randn(40 * HEADS, 2 * BLOCK * size).to(dtype)
+    pages, scales = (pages.view(torch.uint8), (0.5, 3.0)) if dtype == FP8 else (pages, (1.0, 1.0))
     if token_format is BYTES:
         pages = pages.mul_(2).abs_().floor_()
     found = torch.randn(HEADS, GROUP) if sinks else None
     layout = PageLayout(offsets[0], offsets[1])
-    cache = LayerCache(pages, layout, 0.2, softcap, sinks=found, token_format=token_format)
+    cache = LayerCache(
+        pages, layout, 0.2, softcap, 1.0, *scales, sinks=found, token_format=token_format
+    )
     count = 24 * cache.page_tokens
     page, slot = torch.randint(40, 80, (count,)), torch.randint(0, BLOCK, (count,))
     cache.move(page, slot, torch.randperm(24))
@@ -34,10 +38,11 @@ def some_cache(token_format, dtype, size, softcap, sinks):
         (INT4, torch.float32, 64),
         (INT4, torch.bfloat16, 128),
         (INT4, torch.float16, 64),
+        (INT4_FP8, FP8, 64),
         (INT8, torch.float32, 96),
         (BYTES, torch.float32, 8),
     ],
-    ids=["int4-64", "int4-128-bf16", "int4-64-fp16", "int8-96", "bytes-8"],
+    ids=["int4-64", "int4-128-bf16", "int4-64-fp16", "int4-64-fp8", "int8-96", "bytes-8"],
 )
 @pytest.mark.parametrize(("softcap", "sinks"), [(0.0, False), (5.0, True)])
 @pytest.mark.parametrize("counts", [[1, 1, 1], [1, 3, 3]], ids=str)
@@ -63,7 +68,8 @@ def test_every_query_sees_its_tokens(token_format, dtype, size, softcap, sinks, 
             lengths[0, row] = pages * count + tail
     # A slot after the last token may hold anything.
     last = int(table[0, 0, int(split[0, 0])])
-    cache.pages[last, cache.layout.values[tails[0], 0]] = float("nan")
+    nan = torch.full((1,), float("nan")).to(dtype).view(cache.pages.dtype)
+    cache.pages[last, cache.layout.values[tails[0], 0]] = nan[0]
     num_tokens = sum(counts)
     starts = torch.tensor([0, *counts]).cumsum(0)
     order = [
@@ -84,7 +90,8 @@ def test_every_query_sees_its_tokens(token_format, dtype, size, softcap, sinks, 
         split.flatten()[None],
         torch.tensor(order),
     )
-    query = torch.randn(num_tokens, HEADS * GROUP, size).to(dtype)
+    query = torch.randn(num_tokens, HEADS * GROUP, size)
+    query = query if dtype == FP8 else query.to(dtype)
     output = torch.zeros_like(query)
     StoredBatch(heads, counts, tails).attend(cache, query, 0, output)
 
@@ -108,7 +115,7 @@ def test_every_query_sees_its_tokens(token_format, dtype, size, softcap, sinks, 
                     logits = torch.cat([logits, cache.sinks[h, :, None].double()], 1)
                 expected = logits.softmax(-1)[:, :seen] @ values[:seen]
                 found = output[token, h * GROUP : (h + 1) * GROUP].double()
-                tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+                tolerance = 2e-5 if query.dtype == torch.float32 else 2e-2
                 assert torch.allclose(found, expected, atol=tolerance, rtol=tolerance)
 
 

@@ -19,6 +19,7 @@ from tests.http_stand_in import JsonHandler, served
 from vllm_kvevict.rules.progress import EvictionProgress
 from vllm_kvevict.rules.rule import EvictionRule
 
+STORES = "--kv-eviction-store-dtype int4"
 METRICS = """# HELP vllm:cache_config_info
 vllm:cache_config_info{block_size="16",engine="0"} 1.0
 vllm_kvevict:evictions_total{engine="0"} 5.0
@@ -114,7 +115,7 @@ def test_requests_of_a_sample(endpoint, prompts, journal):
 
 def test_a_run_with_other_flags_finds_no_answers_in_the_same_folder(tmp_path):
     found = []
-    for flags in ("", "--kv-eviction-store-dtype int4"):
+    for flags in ("", STORES):
         options = Options(model=str(tmp_path), layers="auto", policies=(), server_args=flags)
         (variant,) = variants(options)
         key = server_key(options, tmp_path, variant.flags)
@@ -122,7 +123,7 @@ def test_a_run_with_other_flags_finds_no_answers_in_the_same_folder(tmp_path):
             journal = Journal(tmp_path / "answers.jsonl", True, key)
             found.append(journal.find((1, 2), 4, {}))
             journal.enter((1, 2), 4, {}, Completion(flags, ()))
-    assert [one and one.text for one in found] == [None, "", None, "--kv-eviction-store-dtype int4"]
+    assert [one and one.text for one in found] == [None, "", None, STORES]
 
 
 def test_scores_keep_the_order_of_the_samples(prompts):
@@ -171,11 +172,13 @@ def test_expected_counters(prompts, journal):
 
 def test_expected_counters_of_stores_in_few_bits(prompts, journal):
     settings = dict(budgets=("20%",), scenarios=(AWARE,), labels={"snapkv": "snapkv"})
-    # The same blocks hold 120 tokens each.
-    assert plan(**settings, store_dtype="int4").expected(prompts, journal) == {
-        "evictions": 3,
-        "tokens_evicted": 256 + 288 + 320 - 3 * 120,
-    }
+    # The same blocks hold 120 tokens each, and those of an FP8 cache 60.
+    for flags, held in ((STORES, 120), (f"{STORES} --kv-cache-dtype fp8", 60)):
+        found = Options(model=".", policies=("snapkv",), server_args=flags).store_dtype
+        assert plan(**settings, store_dtype=found).expected(prompts, journal) == {
+            "evictions": 3,
+            "tokens_evicted": 256 + 288 + 320 - 3 * held,
+        }
 
 
 def test_a_server_without_the_plugin_is_refused(endpoint):

@@ -5,7 +5,7 @@ import torch
 
 from tests.oracles.packed import given_back
 from vllm_kvevict.ops import token_format
-from vllm_kvevict.ops.token_format import INT4, INT8, hadamard, quantise
+from vllm_kvevict.ops.token_format import INT4, INT4_FP8, INT8, hadamard, quantise
 
 
 @pytest.mark.parametrize("size", [32, 64, 80, 96, 128, 256])
@@ -55,5 +55,14 @@ def test_compiled_levels_are_those_of_torch(monkeypatch, bits):
 
 
 def test_the_name_tells_formats_apart():
-    names = {one.name for one in (token_format.AS_CACHED, INT4, INT8)}
-    assert len(names) == 3
+    formats = token_format.AS_CACHED, INT4, INT4_FP8, INT8
+    assert len({one.name for one in formats}) == len(formats)
+
+
+@pytest.mark.parametrize("size", range(64, 264, 8))
+def test_a_page_holds_its_tokens(size):
+    """Of every head size from which stores in few bits are served, in the type of the cache."""
+    for stored, itemsize in ((INT4, 2), (INT8, 2), (INT4_FP8, 1)):
+        for block_size in (16, 32, 128):
+            page = stored.page_bytes(block_size, 2 * size, itemsize)
+            assert page == block_size * 2 * size * itemsize

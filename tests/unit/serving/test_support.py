@@ -16,6 +16,7 @@ from vllm_kvevict.serving.identity import identity
 from vllm_kvevict.serving.latent import LATENT_REFUSALS
 from vllm_kvevict.serving.support import (
     GROUP_REFUSALS,
+    INT8_REFUSALS,
     LEARNED_REFUSALS,
     PRESSURE_REFUSALS,
     REFUSALS,
@@ -210,9 +211,14 @@ def test_refuses_stores_in_few_bits_that_no_kernel_of_gpus_reads(
     config, drafts = build(), build(speculative_config=NGRAM)
     stored = EvictionConfig(policy="snapkv", store_dtype=store_dtype)
     support.check(drafts, stored)
+    quantised = build(kv_cache_dtype="fp8")
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     monkeypatch.setattr(current_platform, "is_cuda_alike", lambda: True)
     support.check(config, stored)
+    monkeypatch.setattr(type(config.model_config), "get_head_size", lambda _: 64)
+    with pytest.raises(ValueError, match="int4 and int8 with an FP8 cache on GPUs") as caught:
+        support.check(quantised, stored)
+    assert_sentence(str(caught.value))
     _check(drafts)
     with pytest.raises(ValueError, match="int4 and int8 with speculative decoding on") as caught:
         support.check(drafts, stored)
@@ -414,6 +420,22 @@ def test_accepts_head_major_layout(
     build()
 
 
+def test_an_fp8_cache_has_stores_of_fewer_bits(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And pages of ``int4`` are those of the cache, whichever of its names was given."""
+    monkeypatch.setattr(type(build().model_config), "get_head_size", lambda _: 64)
+    for cache_dtype, expected in (("fp8", "int4_fp8"), ("auto", "int4")):
+        for given in ("int4", "int4_fp8"):
+            settings = {"kv_eviction": {"policy": "snapkv", "store_dtype": given}}
+            config = build(kv_cache_dtype=cache_dtype, additional_config=settings)
+            assert config.additional_config["kv_eviction"]["store_dtype"] == expected
+    settings = {"kv_eviction": {"policy": "snapkv", "store_dtype": "int8"}}
+    message = refusal(build, kv_cache_dtype="fp8", additional_config=settings)
+    assert_sentence(message)
+    assert "int8 with an FP8 cache" in message and "to auto or int4" in message
+
+
 @pytest.mark.parametrize("store_dtype", ["int4", "int8"])
 def test_refuses_stores_in_few_bits_where_they_were_not_tried(
     build: Build, store_dtype: str
@@ -421,8 +443,8 @@ def test_refuses_stores_in_few_bits_where_they_were_not_tried(
     few_bits = {"kv_eviction": {"policy": "snapkv", "store_dtype": store_dtype}}
     build(additional_config=few_bits)
     for options, reason in (
-        (dict(kv_cache_dtype="fp8"), "with an FP8 cache"),
-        (dict(dtype="bfloat16"), "for heads of less than 64 dimensions in 16 bits"),
+        (dict(kv_cache_dtype="fp8"), "for heads of less than 64 dimensions in 16 bits or FP8"),
+        (dict(dtype="bfloat16"), "for heads of less than 64 dimensions in 16 bits or FP8"),
     ):
         message = refusal(build, additional_config=few_bits, **options)
         assert_sentence(message)
@@ -433,7 +455,7 @@ def test_refuses_stores_in_few_bits_where_they_were_not_tried(
 
 
 ROWS = REFUSALS + GROUP_REFUSALS + LATENT_REFUSALS + LEARNED_REFUSALS + PRESSURE_REFUSALS
-ROWS += STORE_DTYPE_REFUSALS
+ROWS += STORE_DTYPE_REFUSALS + INT8_REFUSALS
 ROWS += (*GPU_STORE_REFUSALS, XFORMERS)
 
 

@@ -141,8 +141,8 @@ def tail_kernel(head_size: int, wide: bool) -> Callable[..., None]:
 
     - ``queries`` [S, G, D] float32, scaled and not rotated;
     - ``lengths`` [S] int64 tokens of each tail, in ``pages``;
-    - ``cache`` [num_pages, elements]: all pages, as float32 if ``wide``, else as uint16, of which
-      ``numbers`` [65536] float32 has the numbers;
+    - ``cache`` [num_pages, elements]: all pages, as float32 if ``wide``, else as uint16 or uint8,
+      of whose patterns ``key_numbers`` and ``value_numbers`` float32 have the numbers, scaled;
     - ``key_places`` and ``value_places`` [block_size, D] int64 offsets of the elements in a page;
     - ``top``, ``total`` and ``output``, not rotated: read and updated.
     """
@@ -150,9 +150,9 @@ def tail_kernel(head_size: int, wide: bool) -> Callable[..., None]:
 
     @numba.njit(nogil=True, fastmath={"reassoc", "contract", "arcp", "nsz"}, boundscheck=False)
     def kernel(
-        queries: Any, first: Any, pages: Any, lengths: Any, cache: Any, numbers: Any,
-        key_places: Any, value_places: Any, softcap: Any, top: Any, total: Any, output: Any,
-        begin: int, end: int,
+        queries: Any, first: Any, pages: Any, lengths: Any, cache: Any, key_numbers: Any,
+        value_numbers: Any, key_places: Any, value_places: Any, softcap: Any, top: Any, total: Any,
+        output: Any, begin: int, end: int,
     ) -> None:  # fmt: skip
         rows, block_size = queries.shape[1], key_places.shape[0]
         element = np.empty(size, np.float32)
@@ -165,7 +165,7 @@ def tail_kernel(head_size: int, wide: bool) -> Callable[..., None]:
                 for t in range(count):
                     for d in range(size):
                         place = page[key_places[t, d]]
-                        element[d] = place if wide else numbers[place]
+                        element[d] = place if wide else key_numbers[place]
                     for g in range(rows):
                         dot = np.float32(0.0)
                         for d in range(size):
@@ -190,7 +190,7 @@ def tail_kernel(head_size: int, wide: bool) -> Callable[..., None]:
                 for t in range(count):
                     for d in range(size):
                         place = page[value_places[t, d]]
-                        element[d] = place if wide else numbers[place]
+                        element[d] = place if wide else value_numbers[place]
                     for g in range(rows):
                         weight = logits[g, t]
                         for d in range(size):
@@ -257,10 +257,12 @@ def quantise(
 
 
 @lru_cache
-def numbers(dtype: torch.dtype) -> np.ndarray:
-    """Return the numbers of all patterns of a 16-bit type: [65536] float32."""
-    patterns = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).roll(1 << 15)
-    return patterns.view(dtype).float().numpy()
+def numbers(dtype: torch.dtype, scale: float = 1.0) -> np.ndarray:
+    """Return the numbers of all patterns of a type of 8 or 16 bits, times ``scale``: [256] or
+    [65536] float32, in the order of the patterns as unsigned integers."""
+    bits = 8 * dtype.itemsize
+    patterns = torch.arange(1 << bits).to(torch.uint8 if bits == 8 else torch.int16)
+    return (patterns.view(dtype).float() * scale).numpy()
 
 
 def decode(
@@ -275,6 +277,7 @@ def decode(
     cache: torch.Tensor,
     places: tuple[torch.Tensor, torch.Tensor],
     softcap: float,
+    cache_scales: tuple[float, float] = (1.0, 1.0),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attend to stores and tails with one query token of each of S sequences.
 
@@ -287,9 +290,10 @@ def decode(
         bits: Bits of the keys and of the values.
         tail: Pages of the tails.
         lengths: [S] int64 tokens in the tails.
-        cache: [num_pages, elements] all pages, float32 or a 16-bit floating-point type.
+        cache: [num_pages, elements] all pages, float32 or a floating-point type of 8 or 16 bits.
         places: Offsets [block_size, D] int64 of keys and of values in a page.
         softcap: Logit soft cap, 0 for none.
+        cache_scales: Factors of the keys and of the values in ``cache``; 1 for float32.
 
     Returns:
         Maxima [S, G], sums of exponentials relative to them [S, G] and weighted sums of values
@@ -309,11 +313,15 @@ def decode(
     )  # fmt: skip
     output = output @ rotation
     wide = cache.dtype == torch.float32
-    held = cache.numpy() if wide else cache.view(torch.int16).numpy().view(np.uint16)
-    table = np.empty(0, np.float32) if wide else numbers(cache.dtype)
+    if wide:
+        held, tables = cache.numpy(), [np.empty(0, np.float32)] * 2
+    else:
+        unsigned = (torch.uint8, torch.uint16)[cache.dtype.itemsize - 1]
+        held = cache.view(unsigned).numpy()
+        tables = [numbers(cache.dtype, scale) for scale in cache_scales]
     run(
         tail_kernel(size, wide), count, queries.contiguous().numpy(), *tail.arrays,
-        lengths.numpy(), held, table, *(one.numpy() for one in places), cap, top.numpy(),
+        lengths.numpy(), held, *tables, *(one.numpy() for one in places), cap, top.numpy(),
         total.numpy(), output.numpy(), threads=torch.get_num_threads(),
     )  # fmt: skip
     return top, total, output
