@@ -15,7 +15,8 @@ QUALITY = ROOT / "docs" / "quality.md"
 Row = dict[str, str]
 KNOWN, UNKNOWN = "Question-aware", "Question-agnostic"
 RATIO = "of stock's"
-PROBE = "probe, layers"
+PROBE, FULL = "probe, layers", "full cache"
+SMOLLM2, GEMMA = "answers.md", "gemma_answers.md"
 
 
 def tables(text: str) -> Iterator[list[Row]]:
@@ -65,12 +66,25 @@ def with_a_profile() -> list[list[str]]:
         full = answers(file, scenario, task, "full cache", "12.5%")
         return [full, *(answers(file, scenario, task, PROBE, budget) for budget in budgets)]
 
-    sources = ((KNOWN, "known.md"), (UNKNOWN, "not_known.md"))
     return [
-        cells(file, scenario, task) + cells(f"gemma_{file}", scenario, task)
+        cells(SMOLLM2, scenario, task) + cells(GEMMA, scenario, task)
         for task in ("later", "s-niah", "defaults")
-        for scenario, file in sources
+        for scenario in (KNOWN, UNKNOWN)
     ]
+
+
+def with_intervals(file: str) -> Callable[[], list[list[str]]]:
+    """A model's table of docs/quality.md."""
+
+    def rows() -> list[list[str]]:
+        budgets = "6.25%", "12.5%", "25%"
+        return [
+            [cell(file, UNKNOWN, task, "full cache", "25%")]
+            + [cell(file, one, task, PROBE, b) for one in (KNOWN, UNKNOWN) for b in budgets]
+            for task in ("later", "s-niah", "unseen", "defaults")
+        ]
+
+    return rows
 
 
 def questions_in_turn() -> list[list[str]]:
@@ -110,8 +124,8 @@ def side_by_side() -> list[list[str]]:
         memory = rounded(mine["later"]["memory"])
         return [memory, rounded(mine["defaults"]["right, %"]), rounded(mine["later"]["right, %"])]
 
-    four, fp8 = ("not_known_int4.md", "not_known_int4_facts.md"), "fp8.md"
-    older = "not_known.md", "not_known.md"
+    four, fp8, both = ("not_known_int4.md", "not_known_int4_facts.md"), "fp8.md", "fp8_int4.md"
+    older = SMOLLM2, SMOLLM2
     return [
         ["100%", *two(four, "full cache", "12.5%")],
         ["50%", *two((fp8, fp8), "full cache", "50%")],
@@ -122,6 +136,8 @@ def side_by_side() -> list[list[str]]:
         ["25%", *two((four[0], ""), PROBE, "25%")],
         ["12.5%", *two(older, PROBE, "12.5%")],
         ["12.5%", *two(four, PROBE, "12.5%")],
+        ["12.5%", *two((both, both), PROBE, "25%")],
+        ["6.25%", *two((both, both), PROBE, "12.5%")],
     ]
 
 
@@ -256,6 +272,8 @@ SHOWN: list[tuple[Path, tuple[str, ...], int, Callable[[], list[list[str]]]]] = 
     (PAGE, ("memory for",), 1, under_load),
     (PAGE, ("", "right"), 1, chats),
     (PAGE, ("turn",), 1, growing),
+    (QUALITY, ("SmolLM2, `probe`", "full cache"), 1, with_intervals(SMOLLM2)),
+    (QUALITY, ("Gemma, `probe`", "full cache"), 1, with_intervals(GEMMA)),
     (QUALITY, ("turn", "SmolLM2, full cache"), 1, conversations),
     (QUALITY, ("turn", "full cache, others"), 1, other_conversations),
     (QUALITY, ("cache", "memory"), 1, side_by_side),
@@ -327,6 +345,21 @@ def test_wrong_answers_are_as_many_as_the_page_says() -> None:
     assert mistaken == by_turn(file, EVERY, "mistaken")[-1]
     (seldom,) = re.findall(r"128 tokens\]\S+ Gemma answers (\d+) of 300", page)
     assert seldom == by_turn("gemma_conversations_128.md", EVERY)[-1]
+
+
+def test_right_answers_in_few_bits_are_those_of_the_files() -> None:
+    """Those of docs/quality.md, whose cells also say how many tokens were kept."""
+    kinds = {"real doc": "defaults", "needle": "s-niah", "in prose": "later", "facts]": "unseen"}
+    title = ""
+    for row in table(QUALITY, "model, task", "memory"):
+        title = row["model, task"] or title
+        (task,) = (kind for text, kind in kinds.items() if text in title)
+        (four,) = re.findall(r"(\w+\.md)\)", title)
+        mine, memory = GEMMA if title.startswith("Gemma") else SMOLLM2, row["memory"]
+        policy, budget = (FULL, "12.5%") if memory == FULL else (PROBE, memory)
+        shown = [text.partition("]")[0] + "]" for text in list(row.values())[2:]]
+        wanted = [cell(file, UNKNOWN, task, policy, budget) for file in (mine, four)]
+        assert shown == wanted, (title, memory)
 
 
 def test_four_bits_answer_what_the_first_page_says() -> None:
