@@ -158,7 +158,7 @@ class Reading:
 
     def attend(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-        mask: torch.Tensor | None, **kwargs: Any,
+        attention_mask: torch.Tensor | None, **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         """Attention of the tokens of a step.
 
@@ -167,7 +167,7 @@ class Reading:
             query: [1, Hq, t, D].
             key: [1, H, T, D] as computed, of which the last t are this step's.
             value: As the keys.
-            mask: As transformers made it.
+            attention_mask: As transformers made it.
             kwargs: Passed on.
 
         """
@@ -184,21 +184,11 @@ class Reading:
             else:
                 key = torch.cat([before[0], key[:, :, old:]], 2)
                 value = torch.cat([before[1], value[:, :, old:]], 2)
-        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
-_reading: Reading | None = None
-
-
-def _attend(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    attention_mask: torch.Tensor | None, **kwargs: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
-    assert _reading is not None
-    return _reading.attend(module, query, key, value, attention_mask, **kwargs)
-
-
-AttentionInterface.register(ATTENTION, _attend)
+# Models are loaded with this name; each answer registers its own attention.
+AttentionInterface.register(ATTENTION, sdpa_attention_forward)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
@@ -206,8 +196,7 @@ def answer(
     model: PreTrainedModel, prompt: Prompt, cache_type: CacheType | None, stop: set[int]
 ) -> list[int]:
     """Greedy tokens: the context in one step, the question in another, then one by one."""
-    global _reading
-    _reading = Reading(model, cache_type)
+    AttentionInterface.register(ATTENTION, Reading(model, cache_type).attend)
     past = DynamicCache(config=model.config)
     steps: Iterable[tuple[int, ...]] = (prompt.ids[: prompt.context], prompt.ids[prompt.context :])
     for step in steps:
