@@ -16,7 +16,7 @@ Row = dict[str, str]
 KNOWN, UNKNOWN = "Question-aware", "Question-agnostic"
 RATIO = "of stock's"
 PROBE, FULL = "probe, layers", "full cache"
-SMOLLM2, GEMMA = "answers.md", "gemma_answers.md"
+SMOLLM2, GEMMA, INT4 = "answers.md", "gemma_answers.md", "answers_int4.md"
 
 
 def tables(text: str) -> Iterator[list[Row]]:
@@ -115,7 +115,7 @@ def side_by_side() -> list[list[str]]:
     def two(files: tuple[str, str], policy: str, budget: str) -> list[str]:
         tasks = "defaults", "later"
         return [
-            cell(file, UNKNOWN, task, policy, budget) if file else "not measured"
+            cell(file, UNKNOWN, task, policy, budget)
             for file, task in zip(files, tasks, strict=True)
         ]
 
@@ -124,7 +124,7 @@ def side_by_side() -> list[list[str]]:
         memory = rounded(mine["later"]["memory"])
         return [memory, rounded(mine["defaults"]["right, %"]), rounded(mine["later"]["right, %"])]
 
-    four, fp8, both = ("not_known_int4.md", "not_known_int4_facts.md"), "fp8.md", "fp8_int4.md"
+    four, fp8, both = (INT4, INT4), "fp8.md", "fp8_int4.md"
     older = SMOLLM2, SMOLLM2
     return [
         ["100%", *two(four, "full cache", "12.5%")],
@@ -133,9 +133,10 @@ def side_by_side() -> list[list[str]]:
         of_vllm("int4_per_token_head"),
         ["25%", *two((fp8, fp8), PROBE, "50%")],
         ["25%", *two(older, PROBE, "25%")],
-        ["25%", *two((four[0], ""), PROBE, "25%")],
+        ["25%", *two(four, PROBE, "25%")],
         ["12.5%", *two(older, PROBE, "12.5%")],
         ["12.5%", *two(four, PROBE, "12.5%")],
+        ["6.25%", *two(four, PROBE, "6.25%")],
         ["12.5%", *two((both, both), PROBE, "25%")],
         ["6.25%", *two((both, both), PROBE, "12.5%")],
     ]
@@ -274,6 +275,7 @@ SHOWN: list[tuple[Path, tuple[str, ...], int, Callable[[], list[list[str]]]]] = 
     (PAGE, ("turn",), 1, growing),
     (QUALITY, ("SmolLM2, `probe`", "full cache"), 1, with_intervals(SMOLLM2)),
     (QUALITY, ("Gemma, `probe`", "full cache"), 1, with_intervals(GEMMA)),
+    (QUALITY, ("SmolLM2, `int4`", "full cache"), 1, with_intervals(INT4)),
     (QUALITY, ("turn", "SmolLM2, full cache"), 1, conversations),
     (QUALITY, ("turn", "full cache, others"), 1, other_conversations),
     (QUALITY, ("cache", "memory"), 1, side_by_side),
@@ -355,22 +357,19 @@ def test_right_answers_in_few_bits_are_those_of_the_files() -> None:
         title = row["model, task"] or title
         (task,) = (kind for text, kind in kinds.items() if text in title)
         (four,) = re.findall(r"(\w+\.md)\)", title)
-        mine, memory = GEMMA if title.startswith("Gemma") else SMOLLM2, row["memory"]
+        memory = row["memory"]
         policy, budget = (FULL, "12.5%") if memory == FULL else (PROBE, memory)
         shown = [text.partition("]")[0] + "]" for text in list(row.values())[2:]]
-        wanted = [cell(file, UNKNOWN, task, policy, budget) for file in (mine, four)]
+        wanted = [cell(file, UNKNOWN, task, policy, budget) for file in (GEMMA, four)]
         assert shown == wanted, (title, memory)
 
 
 def test_four_bits_answer_what_the_first_page_says() -> None:
     """Each number of README's paragraph, in its order."""
-    files = ("not_known_int4", "defaults"), ("not_known_int4_needle", "s-niah")
-    cells = (PROBE, "25%"), (PROBE, "12.5%"), ("full cache", "25%")
-    wanted = [
-        answers(f"{file}.md", UNKNOWN, task, *cell)
-        for file, task in (*files, ("gemma_not_known_int4", "defaults"))
-        for cell in cells
-    ]
+    files = (INT4, "s-niah"), ("gemma_not_known_int4.md", "defaults")
+    cells = (PROBE, "25%"), (PROBE, "12.5%"), (FULL, "25%")
+    wanted = [answers(INT4, UNKNOWN, "defaults", *cell) for cell in (*cells, (PROBE, "6.25%"))]
+    wanted += [answers(file, UNKNOWN, task, *cell) for file, task in files for cell in cells]
     (said,) = re.findall(r"SmolLM2 answers (.*?)\n\n", README.read_text(), re.DOTALL)
     both, *others = re.findall(r"\b\d+\b", said)
     assert "at both" in said and [both, both, *others] == wanted
