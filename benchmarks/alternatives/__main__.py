@@ -104,7 +104,7 @@ def run(args: argparse.Namespace, model: Path, prompts: Sequence[Prompt]) -> lis
 def _kvpress(
     args: argparse.Namespace, model: Path, prompts: Sequence[Prompt], budgets: list[str]
 ) -> list[Row]:
-    if KVPRESS not in args.rows or args.kvpress == NONE:
+    if KVPRESS not in args.rows or args.kvpress == NONE or not prompts:
         return []
     found = (
         answers.run_kvpress(args, model, prompts, budgets)

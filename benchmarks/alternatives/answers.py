@@ -30,6 +30,8 @@ Answers = dict[str, dict[str, dict[str, float]]]
 
 def prompts(args: argparse.Namespace, model: Path) -> list[Prompt]:
     """Make the same prompts as ``python -m benchmarks.quality`` with these options."""
+    if not args.samples:
+        return []
     options = Options(
         tasks=TASKS, samples=args.samples, length=args.length, seed=args.seed, kvpress=False
     )

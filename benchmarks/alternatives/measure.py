@@ -76,11 +76,11 @@ def measure_way(
     journal: Journal,
     auto_budget: str | None,
 ) -> dict[str, Any]:
-    """Start a server, load it, ask it the questions, and end it.
+    """Start a server, load it, ask it the questions if there are any, and end it.
 
     Returns:
         ``flags``, and either ``error`` (vLLM's build for this machine lacks what the way needs) or
-        ``load``, ``answers``, ``budget`` and ``capacity_tokens``.
+        ``load``, ``answers`` if there are questions, ``budget`` and ``capacity_tokens``.
 
     Raises:
         RuntimeError: A request failed, the server did not evict or copy what it should have, or it
@@ -125,9 +125,10 @@ def _measured(
         row["load"]["offloaded_bytes"] = server.metric(OFFLOADED)
         if not row["load"]["offloaded_bytes"]:
             raise RuntimeError(f"{way.key}: nothing was copied to host memory; see {server.log}")
-    before = server.evictions()
-    row["answers"], sent = ask(endpoint, prompts, way.policy is not None, args.clients, journal)
-    check_evictions(way, _since(server, before), sent, server.log)
+    if prompts:
+        before = server.evictions()
+        row["answers"], sent = ask(endpoint, prompts, way.policy is not None, args.clients, journal)
+        check_evictions(way, _since(server, before), sent, server.log)
     size = label(endpoint.metrics("vllm:cache_config_info"), "kv_cache_size_tokens")
     row["capacity_tokens"] = int(size) if size and size.isdigit() else None
     row["budget"] = label(endpoint.metrics("vllm_kvevict:config_info"), "budget")

@@ -27,7 +27,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--model", type=Path, help="folder (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--layers", metavar="PROFILE", help="--kv-eviction-profile of auto")
-    parser.add_argument("--samples", type=int, default=100, help="questions of each task (100)")
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=100,
+        help="questions of each task, 0 for none (100)",
+    )
     parser.add_argument("--length", type=int, default=1250, help="tokens of a question (1250)")
     parser.add_argument("--prompt", type=int, default=1500, help="tokens of a load's prompt (1500)")
     parser.add_argument("--output-tokens", type=int, default=128, help="of the load (128)")
@@ -65,11 +70,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.rows = [part.strip() for part in args.rows.split(",") if part.strip()]
     if unknown := [row for row in args.rows if row not in KEYS]:
         parser.error(f"--rows: {', '.join(unknown)}; choose from {', '.join(KEYS)}")
-    for name in (
-        "samples", "length", "prompt", "output_tokens", "requests", "clients"
-    ):  # fmt: skip
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')}: give a number of at least 1")
+    least = dict(samples=0, length=1, prompt=1, output_tokens=1, requests=1, clients=1)
+    for name, bound in least.items():
+        if getattr(args, name) < bound:
+            parser.error(f"--{name.replace('_', '-')}: give a number of at least {bound}")
     # A server admits no longer prompt than the load's, so a longer question would be refused.
     if args.length + 64 > args.prompt + args.output_tokens:
         parser.error("--length: at most --prompt plus --output-tokens minus 64 tokens")

@@ -1,5 +1,6 @@
 """The rows as one Markdown table."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.alternatives.options import TASKS
@@ -36,6 +37,7 @@ def markdown(result: dict[str, Any]) -> str:
 
     """
     options, rows = result["options"], result["rows"]
+    tasks = TASKS if int(options["samples"]) else ()
     stock = next(one["load"] for one in rows if one["key"] == STOCK.key)
     lines = [
         "# Alternatives at equal memory",
@@ -44,21 +46,25 @@ def markdown(result: dict[str, Any]) -> str:
         "",
         f"KV-cache memory: {options['memory']} (whole requests of {options['prompt']} + "
         f"{options['output_tokens']} tokens in {options['dtype']}, or bytes). Load: "
-        f"{options['requests']} such requests, all at once; relative to stock vLLM in parentheses. "
-        f"Answers: accuracy in percent with 95% intervals, {options['samples']} samples of "
-        f"{options['length']} tokens in each cell, question not known or known at the eviction. "
-        "Without eviction both are the same answers.",
+        f"{options['requests']} such requests, all at once; relative to stock vLLM in parentheses."
+        + (
+            f" Answers: accuracy in percent with 95% intervals, {options['samples']} samples of "
+            f"{options['length']} tokens in each cell, question not known or known at the "
+            "eviction. Without eviction both are the same answers."
+            if tasks
+            else ""
+        ),
         "",
         row(
             "",
             "kept",
-            *(f"`{task}`, {name}" for task in TASKS for _, name in SCENARIOS),
+            *(f"`{task}`, {name}" for task in tasks for _, name in SCENARIOS),
             "KV tokens",
             *(title for title, *_ in COLUMNS),
         ),
-        row("---", "---", *["---:"] * (2 * len(TASKS) + 1 + len(COLUMNS))),
+        row("---", "---", *["---:"] * (2 * len(tasks) + 1 + len(COLUMNS))),
     ]
-    lines += [_line(one, stock) for one in rows]
+    lines += [_line(one, stock, tasks) for one in rows]
     failed = [one for one in rows if "error" in one]
     if failed:
         lines += ["", "Did not start, with vLLM's error:", ""]
@@ -68,11 +74,11 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _line(one: dict[str, Any], stock: dict[str, float]) -> str:
+def _line(one: dict[str, Any], stock: dict[str, float], tasks: Sequence[str]) -> str:
     if "error" in one:
-        cells = ["did not start"] * (2 * len(TASKS) + 1 + len(COLUMNS))
+        cells = ["did not start"] * (2 * len(tasks) + 1 + len(COLUMNS))
         return row(one["title"], "", *cells)
-    answers = [_accuracy(one["answers"].get(task, {}).get(name)) for task in TASKS
+    answers = [_accuracy(one["answers"].get(task, {}).get(name)) for task in tasks
                for name, _ in SCENARIOS]  # fmt: skip
     kept = one["budget"] or "100%"
     if "load" not in one:

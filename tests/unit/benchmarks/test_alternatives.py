@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.alternatives.answers import CITED, ask, cite_kvpress
+from benchmarks.alternatives.answers import CITED, ask, cite_kvpress, prompts
 from benchmarks.alternatives.measure import check_evictions, label, server_args
 from benchmarks.alternatives.options import parse
-from benchmarks.alternatives.report import ratios
+from benchmarks.alternatives.report import markdown, ratios
 from benchmarks.alternatives.ways import AUTO, STOCK, WAYS
 from benchmarks.quality.endpoint import Completion
 from benchmarks.quality.journal import Journal
@@ -168,3 +168,27 @@ def test_ratios() -> None:
         "peak_running": 4, "output_tokens_per_s": 1.5, "ttft_ms_median": 0.5, "ttft_ms_p99": 1,
         "tpot_ms_median": 1,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("samples", [0, 30])
+def test_without_questions_the_table_has_the_load_alone(folder: Path, samples: int) -> None:
+    args = parse(["--samples", str(samples), "--model", str(folder)])
+    one = dict(key="stock", title="stock vLLM", load=LOAD, budget=None, capacity_tokens=3296)
+    if samples:
+        found = dict(mean=0.9, low=0.8, high=1.0)
+        one["answers"] = {task: {AWARE: found, AGNOSTIC: found} for task in ("later", "s-niah")}
+    else:
+        assert prompts(args, folder) == []
+    options = {name: str(value) for name, value in vars(args).items()}
+    origin = dict(command="c", date="d", commit="abcdef12", machine="a CPU")
+    text = markdown(origin | dict(options=options, rows=[one]))
+    titles, _, row = text.strip().splitlines()[-3:]
+    assert ("accuracy" in text, "`later`, known" in titles) == (bool(samples),) * 2
+    assert titles.count("|") == row.count("|") == 10 + (4 if samples else 0)
+    assert "| 2 (1.00x) | 20.0 (1.00x) |" in row
+
+
+def test_a_number_of_questions_is_not_negative(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--samples", "-1"])
+    assert "--samples: give a number of at least 0" in capsys.readouterr().err
