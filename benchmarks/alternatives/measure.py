@@ -29,10 +29,16 @@ _GENERIC = "Engine core initialization failed"
 def server_args(
     way: Way, args: argparse.Namespace, model: Path, auto_budget: str | None
 ) -> list[str]:
-    """Return all flags of a server; those of memory and sizes are the same for every way."""
+    """Return all flags of a server; those of memory and sizes are the same for every way.
+
+    Only a float32 model with an FP8 cache gets half of the bytes: float32 stands for 16 bits, of
+    which FP8 takes a half, not a quarter.
+    """
     shape = sizes(args)
-    common = engine_args(shape, kv_bytes(shape, model, args.memory))
-    return common + way.server_args(args.layers, auto_budget)
+    num_bytes = kv_bytes(shape, model, args.memory)
+    if args.dtype == "float32" and way.has_fp8_cache:
+        num_bytes //= 2
+    return engine_args(shape, num_bytes) + way.server_args(args.layers, auto_budget)
 
 
 def reason(log: str) -> str | None:

@@ -48,6 +48,11 @@ def markdown(result: dict[str, Any]) -> str:
         f"{options['output_tokens']} tokens in {options['dtype']}, or bytes). Load: "
         f"{options['requests']} such requests, all at once; relative to stock vLLM in parentheses."
         + (
+            " float32 stands for 16 bits, so that rows with an FP8 cache have half of the bytes."
+            if options["dtype"] == "float32"
+            else ""
+        )
+        + (
             f" Answers: accuracy in percent with 95% intervals, {options['samples']} samples of "
             f"{options['length']} tokens in each cell, question not known or known at the "
             "eviction. Without eviction both are the same answers."

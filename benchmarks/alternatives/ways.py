@@ -36,6 +36,10 @@ class Way:
     build: bool = False
     offloads: bool = False
 
+    @property
+    def has_fp8_cache(self) -> bool:
+        return self.flags[:2] == _FP8
+
     def server_args(self, profile: str | None, auto_budget: str | None) -> list[str]:
         """Return the flags that distinguish this way.
 
@@ -80,6 +84,8 @@ WAYS = (
     Way("auto-12.5-int4", f"`auto`, {EIGHTH}, `int4`", (_STORES, "int4"), policy="auto",
         budget=EIGHTH),
     Way("fp8-auto", "FP8 KV cache and `auto`", _FP8, policy="auto", build=True),
+    Way("fp8-auto-int4", "FP8 KV cache and `auto`, `int4`", (*_FP8, _STORES, "int4"), policy="auto",
+        build=True),
     Way("streaming-llm", "`streaming-llm`, budget of `auto`", policy="streaming-llm",
         budget=AS_AUTO),
     Way("streaming-llm-12.5", f"`streaming-llm`, {EIGHTH}", policy="streaming-llm", budget=EIGHTH),
