@@ -5,6 +5,7 @@ make it wait for a CUDA device is named. The rules are those of torch's CUDA cod
 """
 
 import ast
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from numbers import Number
@@ -20,11 +21,7 @@ from vllm.utils import torch_utils
 from tests.pretend_memory import Memory
 from tests.pretend_operations import Hidden
 from tests.pretend_stream import Stream
-from vllm_kvevict.attention import gpu_buffers
-from vllm_kvevict.cache import state
 from vllm_kvevict.ops import token_format
-from vllm_kvevict.policies import nacl
-from vllm_kvevict.worker import candidates
 
 CUDA = torch.device("cuda", 0)
 READS = (
@@ -48,6 +45,13 @@ def _upload_of_a_gpu() -> Any:
 
 
 async_tensor_h2d = _upload_of_a_gpu()
+
+
+def upload_as_on_a_gpu(monkeypatch: Any) -> None:
+    """Give every module that has imported the upload that of a GPU."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("vllm.", "vllm_kvevict.")) and "async_tensor_h2d" in vars(module):
+            monkeypatch.setattr(module, "async_tensor_h2d", async_tensor_h2d)
 
 
 class OnDevice(torch.Tensor):
@@ -262,8 +266,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 def pretended(monkeypatch: Any) -> Iterator[Watch]:
     """``cuda:0`` exists, pinned memory and events too."""
     with Watch() as watch:
-        for module in (gpu_buffers, state, candidates, nacl):
-            monkeypatch.setattr(module, "async_tensor_h2d", async_tensor_h2d)
+        upload_as_on_a_gpu(monkeypatch)
         monkeypatch.setattr(torch_utils, "is_pin_memory_available", lambda: True)
         # vLLM 0.33 looks once, as the module is loaded.
         monkeypatch.setattr(torch_utils, "PIN_MEMORY", True, raising=False)

@@ -9,11 +9,11 @@ from tests.kernels.evict import FUSED, SIZE, assert_same, run, steps, stored_ste
 from tests.meta_eviction import Operations
 from tests.meta_eviction import worker as meta_worker
 from tests.nightly import covering, nightly
-from tests.pretend_gpu import async_tensor_h2d, pretended
+from tests.pretend_gpu import pretended, upload_as_on_a_gpu
 from vllm_kvevict.ops import pieces
 from vllm_kvevict.ops.token_format import AS_CACHED, INT4, INT8
 from vllm_kvevict.ops.torch import score
-from vllm_kvevict.policies import nacl, subgen
+from vllm_kvevict.policies import subgen
 from vllm_kvevict.policies.base import Requirements
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.policies.tova import TOVA
@@ -35,7 +35,7 @@ SIZES = {
 @pytest.fixture(autouse=True)
 def upload_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine of another test in this process leaves that of vLLM's CPU runner in its place."""
-    monkeypatch.setattr(nacl, "async_tensor_h2d", async_tensor_h2d)
+    upload_as_on_a_gpu(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

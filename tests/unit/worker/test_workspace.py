@@ -22,12 +22,11 @@ from tests.kernels.evict import (
 from tests.meta_eviction import Operations
 from tests.meta_eviction import worker as meta_worker
 from tests.nightly import covering
-from tests.pretend_gpu import async_tensor_h2d, pretended
+from tests.pretend_gpu import pretended, upload_as_on_a_gpu
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.ops.cuda import extension
 from vllm_kvevict.ops.cuda import pages as compaction
 from vllm_kvevict.ops.token_format import AS_CACHED, INT4
-from vllm_kvevict.policies import nacl
 from vllm_kvevict.rules.step_plan import PLAN
 from vllm_kvevict.worker import workspace as sizing
 from vllm_kvevict.worker.workspace import (
@@ -46,7 +45,7 @@ LLAMA = EvictionSizes(32, 8, 4 * 32, 128, 16, 512)
 @pytest.fixture(autouse=True)
 def upload_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine of another test in this process leaves that of vLLM's CPU runner in its place."""
-    monkeypatch.setattr(nacl, "async_tensor_h2d", async_tensor_h2d)
+    upload_as_on_a_gpu(monkeypatch)
 
 
 def mine(policy: str, made: int = 0) -> tuple[EvictionConfig, EvictionSizes]:
