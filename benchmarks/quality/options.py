@@ -78,14 +78,14 @@ class OwnOptions(BaseModel):
 
     @property
     def store_dtype(self) -> str:
-        """The type of stored tokens that a server with ``server_args`` has."""
+        """Type in which a server with ``server_args`` stores the tokens that it keeps."""
         given = shlex.split(self.server_args)
         values = {
             name: given[given.index(name) + 1] if name in given else "auto"
             for name in (STORE_DTYPE, CACHE_DTYPE)
         }
-        beside = values[STORE_DTYPE] == "int4" and values[CACHE_DTYPE] in CACHE_DTYPES
-        return "int4_fp8" if beside else values[STORE_DTYPE]
+        fp8_cache = values[CACHE_DTYPE] in CACHE_DTYPES
+        return "int4_fp8" if fp8_cache and values[STORE_DTYPE] == "int4" else values[STORE_DTYPE]
 
     def _is_remote(self) -> bool:
         """True if the server runs already, so that ``model`` is a name."""

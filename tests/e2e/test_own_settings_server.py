@@ -101,7 +101,7 @@ QUIET = 3
 
 
 def settled(server: Server, evictions: float = 0) -> dict[str, float]:
-    """What was evicted, when nothing runs and the last report has come: each front end has some.
+    """Return the eviction counters when no request runs and all front ends have had their reports.
 
     Args:
         server: Gets no request meanwhile.

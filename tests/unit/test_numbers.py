@@ -350,7 +350,7 @@ def test_wrong_answers_are_as_many_as_the_page_says() -> None:
 
 
 def test_right_answers_in_few_bits_are_those_of_the_files() -> None:
-    """Those of docs/quality.md, whose cells also say how many tokens were kept."""
+    """The table is in docs/quality.md. Its cells also state the share of kept tokens."""
     kinds = {"real doc": "defaults", "needle": "s-niah", "in prose": "later", "facts]": "unseen"}
     title = ""
     for row in table(QUALITY, "model, task", "memory"):

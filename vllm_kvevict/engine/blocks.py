@@ -415,9 +415,9 @@ class EvictionCore:
 
         If the pool has more free blocks than these and the next step of all running requests need,
         survivors are written to fresh blocks, and the former blocks stay in the prefix cache.
-        A store that was left behind is kept in this way only while the next free blocks hold
-        nothing cached. Otherwise its blocks are overwritten, because fresh ones may hold the latest
-        states of idle conversations, from which their next turns start.
+        With ``left_behind`` they stay only if the next free blocks hold nothing cached. Otherwise
+        they are overwritten, because fresh blocks may hold the latest states of idle conversations,
+        from which their next turns start.
 
         Args:
             state: The request.

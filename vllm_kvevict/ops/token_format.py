@@ -282,4 +282,4 @@ AS_CACHED = TokenFormat()
 INT4 = PackedFormat(5, 3, 60)
 INT8 = PackedFormat(8, 8, 30)
 INT4_FP8 = PackedFormat(5, 3, 30)
-"""``INT4`` in an FP8 cache, whose pages have half the bytes."""
+"""The same for an FP8 cache. Its pages have half the bytes, and hold half as many tokens."""

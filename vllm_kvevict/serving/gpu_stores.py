@@ -1,5 +1,5 @@
-"""Which stores in few bits a server has: their pages follow from its cache, and on GPUs they are
-refused where no kernel reads them, or only slowly."""
+"""Chooses the pages of stores in few bits by the KV cache, and refuses such stores on GPUs where no
+kernel reads them, or only slowly."""
 
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ AUTO = "set --kv-eviction-store-dtype to auto"
 def with_store_dtype(vllm_config: "VllmConfig", config: "EvictionConfig") -> "EvictionConfig":
     """Return the settings with the type of stores in four bits that fits the KV cache.
 
-    A page of an FP8 cache has half the bytes, and holds as many tokens less.
+    A page of an FP8 cache has half the bytes, and holds half as many tokens.
     """
     if config.store_dtype not in FOUR_BITS:
         return config
@@ -39,7 +39,7 @@ def _on_a_gpu() -> bool:
 GPU_STORE_REFUSALS = (
     Refusal(
         f"{FLAG} with an FP8 cache on GPUs",
-        "the kernels read few bits beside 16 and 32 bits only",
+        "the GPU kernels support stores in few bits only with caches of 16 or 32 bits",
         f"set --kv-cache-dtype to auto or {AUTO}",
         lambda c: c.cache_config.cache_dtype in CACHE_DTYPES and _on_a_gpu(),
     ),

@@ -38,7 +38,7 @@ def exchanged(rank: int, meeting: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def meeting(tmp_path: Path) -> Iterator[Path]:
-    """A file whose name no other run has, and no shared memory of that name afterwards."""
+    """Yield a path with a unique name, and remove shared memory of that name afterwards."""
     name = f"meeting-{uuid.uuid4().hex}"
     yield tmp_path / name
     # A pool terminates its processes, so that vLLM does not remove it.

@@ -141,8 +141,9 @@ def tail_kernel(head_size: int, wide: bool) -> Callable[..., None]:
 
     - ``queries`` [S, G, D] float32, scaled and not rotated;
     - ``lengths`` [S] int64 tokens of each tail, in ``pages``;
-    - ``cache`` [num_pages, elements]: all pages, as float32 if ``wide``, else as uint16 or uint8,
-      of whose patterns ``key_numbers`` and ``value_numbers`` float32 have the numbers, scaled;
+    - ``cache`` [num_pages, elements]: all pages, as float32 if ``wide``, else as uint16 or uint8;
+    - ``key_numbers`` and ``value_numbers`` [65536] or [256] float32: the key or value element that
+      each bit pattern of ``cache`` stands for, its scale applied; not read if ``wide``;
     - ``key_places`` and ``value_places`` [block_size, D] int64 offsets of the elements in a page;
     - ``top``, ``total`` and ``output``, not rotated: read and updated.
     """
