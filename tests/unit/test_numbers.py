@@ -68,7 +68,7 @@ def with_a_profile() -> list[list[str]]:
 
     return [
         cells(SMOLLM2, scenario, task) + cells(GEMMA, scenario, task)
-        for task in ("later", "s-niah", "defaults")
+        for task in ("later", "defaults")
         for scenario in (KNOWN, UNKNOWN)
     ]
 

@@ -17,7 +17,7 @@ from vllm_kvevict.metrics import logger as stat_logger
 from vllm_kvevict.policies.requirements import ring_slots, sustained
 from vllm_kvevict.serving import admission
 from vllm_kvevict.serving.connectors import serve_connector, with_one_group
-from vllm_kvevict.serving.gpu_stores import with_store_dtype
+from vllm_kvevict.serving.few_bits import with_store_dtype
 from vllm_kvevict.serving.loss import resolved
 from vllm_kvevict.serving.offload import without_prefix_cache
 from vllm_kvevict.serving.profile import check_learned, load, warn_of_related

@@ -12,7 +12,7 @@ from vllm_kvevict.config.memory_budget import evictable_stages
 from vllm_kvevict.config.names import LEARNED
 from vllm_kvevict.ops.fp8 import CACHE_DTYPES
 from vllm_kvevict.serving.drafting import METHODS, check_drafting
-from vllm_kvevict.serving.gpu_stores import GPU_STORE_REFUSALS, check_gpu_stores
+from vllm_kvevict.serving.few_bits import GPU_STORE_REFUSALS, check_gpu_stores
 from vllm_kvevict.serving.latent import LATENT_REFUSALS
 from vllm_kvevict.serving.refusal import WITHOUT, Refusal
 

@@ -11,7 +11,7 @@ from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.memory_budget import evictable_layers
 from vllm_kvevict.config.profile import Profile
 from vllm_kvevict.serving import support
-from vllm_kvevict.serving.gpu_stores import GPU_STORE_REFUSALS, XFORMERS
+from vllm_kvevict.serving.few_bits import GPU_STORE_REFUSALS, XFORMERS
 from vllm_kvevict.serving.identity import identity
 from vllm_kvevict.serving.latent import LATENT_REFUSALS
 from vllm_kvevict.serving.support import (
