@@ -87,6 +87,17 @@ def with_intervals(file: str) -> Callable[[], list[list[str]]]:
     return rows
 
 
+def without_a_profile() -> list[list[str]]:
+    """Policies without a profile of docs/quality.md."""
+    file = "answers_others.md"
+    return [
+        [cell(file, UNKNOWN, task, FULL, "25%")]
+        + [cell(file, one, task, policy, b) for one in (KNOWN, UNKNOWN) for b in ("12.5%", "25%")]
+        for task in ("later", "defaults")
+        for policy in ("ada-defensive", "streaming-llm")
+    ]
+
+
 def questions_in_turn() -> list[list[str]]:
     """Right answers to five questions about one context, and points lost, of docs/quality.md."""
 
@@ -276,6 +287,7 @@ SHOWN: list[tuple[Path, tuple[str, ...], int, Callable[[], list[list[str]]]]] = 
     (QUALITY, ("SmolLM2, `probe`", "full cache"), 1, with_intervals(SMOLLM2)),
     (QUALITY, ("Gemma, `probe`", "full cache"), 1, with_intervals(GEMMA)),
     (QUALITY, ("SmolLM2, `int4`", "full cache"), 1, with_intervals(INT4)),
+    (QUALITY, ("SmolLM2, no profile", "full cache"), 1, without_a_profile),
     (QUALITY, ("turn", "SmolLM2, full cache"), 1, conversations),
     (QUALITY, ("turn", "full cache, others"), 1, other_conversations),
     (QUALITY, ("cache", "memory"), 1, side_by_side),
