@@ -1,7 +1,9 @@
 """Environment of every test, the models, and the skip of tests that need a GPU."""
 
+import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,17 @@ def pytest_configure(config: pytest.Config) -> None:
     """An interrupt ends the workers of xdist, and the servers of tests."""
     if not hasattr(config, "workerinput"):
         guard()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Garbage collections leave out what imports made, here and while tests run."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

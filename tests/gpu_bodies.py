@@ -34,6 +34,8 @@ or because they trace CUDA."""
 
 LONGEST_TAIL = 40
 """Tokens after a store in a random batch, at most: the interpreter takes a second for thousands."""
+PROGRAMS = 8
+"""Programs of a decode, at most: the interpreter takes as long for one with nothing to do."""
 
 
 class Reached(Exception):
@@ -93,14 +95,28 @@ def shorter(random_ragged: Callable[..., ragged.Ragged]) -> Callable[..., ragged
     return made
 
 
+def fewer(check_decode: Callable[..., None]) -> Callable[..., None]:
+    """The check, with few programs."""
+
+    def checked(*args: Any, **options: Any) -> None:
+        if "programs" in options:
+            options["programs"] = min(options["programs"], PROGRAMS)
+        check_decode(*args, **options)
+
+    return checked
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    # Before a test module imports it by name.
+    # Before a test module imports them by name.
     ragged.random_ragged = shorter(ragged.random_ragged)
     torch.cuda.is_available = lambda: True
     torch.cuda.get_device_capability = lambda *_: (9, 0)  # type: ignore[assignment]
     torch.cuda.device_count = lambda: 1
     conftest.no_gpu_reason = lambda: None
     extension.is_built = lambda: True
+    from tests import triton_cases
+
+    triton_cases.check_decode = fewer(triton_cases.check_decode)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -10,6 +10,10 @@ import vllm.v1.engine.async_llm
 import vllm.v1.engine.core
 import vllm.v1.worker.cpu_worker
 from vllm import LLM
+from vllm.platforms.cpu import CpuPlatform
 
-assert LLM and transformers and vllm
+from tests import kernels_once
+
+assert LLM and transformers and vllm and kernels_once
+CpuPlatform.register_triton_kernel_overrides()
 gc.freeze()

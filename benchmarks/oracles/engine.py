@@ -1,6 +1,7 @@
 """vLLM in this process, with every eviction recorded as kept positions."""
 
 import gc
+import itertools
 import os
 from collections import defaultdict
 from contextlib import contextmanager
@@ -184,14 +185,23 @@ class Engine:
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
 
+UNFROZEN = 8
+"""Every so many engines everything is looked through, for objects that were frozen in use."""
+
+_started = itertools.count()
+_running: list[int] = []
+
+
 def set_aside() -> None:
     """Free what former engines left, and leave all else out of vLLM's garbage collections.
 
     There are five at a start and three at an end, 0.7 s each over all that imports made.
     """
-    gc.unfreeze()
+    if next(_started) % UNFROZEN == 0:
+        gc.unfreeze()
     gc.collect()
-    gc.freeze()
+    if not _running:
+        gc.freeze()
 
 
 @contextmanager
@@ -212,14 +222,18 @@ def engine(model: Path, eviction: dict[str, Any] | None, **options: Any):
     )
     settings.update(options)
     set_aside()
-    llm = LLM(
-        str(model),
-        additional_config={"kv_eviction": eviction} if eviction else {},
-        **settings,
-    )
+    # What is frozen is not freed with its engine.
+    with mock.patch("gc.freeze"):
+        llm = LLM(
+            str(model),
+            additional_config={"kv_eviction": eviction} if eviction else {},
+            **settings,
+        )
+    _running.append(id(llm))
     try:
         yield Engine(llm) if eviction else llm
     finally:
+        _running.remove(id(llm))
         with mock.patch("gc.unfreeze"):
             llm.llm_engine.engine_core.shutdown()
         del llm

@@ -13,7 +13,7 @@ from tests.models import random_prompt
 from tests.nightly import nightly
 from tests.oracles.masked import MaskedModel, check_tokens
 from tests.oracles.packed import BITS, packed
-from vllm_kvevict.engine import tiered_stores as stores
+from vllm_kvevict.engine import store_reads
 from vllm_kvevict.stores.files import unpack
 
 PROMPTS = [random_prompt(length, seed=length) for length in (500, 513, 481)]
@@ -129,16 +129,17 @@ class AtOnce:
 @pytest.mark.nightly
 def test_files_that_never_come_keep_no_other_from_being_read(tiny_model, tmp_path, monkeypatch):
     """However slow steps are: every look is done by the next one, here as it begins."""
-    monkeypatch.setattr(stores, "SEARCH_INTERVAL_S", 0)
-    monkeypatch.setattr(stores, "HANDOVER_TIMEOUT_S", 1)
+    monkeypatch.setattr(store_reads, "FIRST_SEARCH_S", 0)
+    monkeypatch.setattr(store_reads, "HANDOVER_TIMEOUT_S", 1)
     settings = SETTINGS | dict(store_path=str(tmp_path))
     with serving(tiny_model, settings) as run:
         ((given,), _) = hand_over(run, PROMPTS[:1])
         lose(run)
         # Else it depends on the interpreter how far threads get beside a busy step.
-        monkeypatch.setattr(run.scheduler._stores, "_reader", AtOnce())
+        monkeypatch.setattr(run.scheduler._stores.reads, "threads", AtOnce())
         never = [
-            random_prompt(200, seed=100 + number) for number in range(8 * stores.MAX_STORES_READ)
+            random_prompt(200, seed=100 + number)
+            for number in range(8 * store_reads.MAX_STORES_READ)
         ]
         waited, held, schedule = [], [], run.scheduler.schedule
 
@@ -157,7 +158,7 @@ def test_files_that_never_come_keep_no_other_from_being_read(tiny_model, tmp_pat
 
 
 def test_a_file_that_is_missing_or_damaged_leads_to_a_prefill(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.setattr(stores, "HANDOVER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(store_reads, "HANDOVER_TIMEOUT_S", 0.3)
     settings = SETTINGS | dict(store_path=str(tmp_path))
     with serving(tiny_model, settings) as run:
         ((given,), _) = hand_over(run, PROMPTS[:1])

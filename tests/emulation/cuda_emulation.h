@@ -179,7 +179,7 @@ EMULATION_UNSEEN inline void copy_async(void* shared, const void* global) {
   emulate::aligned(global);
   emulate::Fiber& fiber = emulate::fibers[emulate::current];
   if (fiber.num_copies == emulate::kMaxCopies) emulate::fail("copies that are never waited for");
-  fiber.copies[fiber.num_copies++] = {shared, global, fiber.group};
+  emulate::copies[emulate::current][fiber.num_copies++] = {shared, global, fiber.group};
   emulate::asynchronous_write(shared);
 }
 
@@ -189,13 +189,14 @@ template <int Pending>
 EMULATION_UNSEEN void wait_copies(const emulate::Site& site = emulate::Site::current()) {
   if (emulate::removed(site)) return;
   emulate::Fiber& fiber = emulate::fibers[emulate::current];
+  emulate::Copy* const copies = emulate::copies[emulate::current];
   int later = 0;
   for (int i = 0; i < fiber.num_copies; ++i) {
-    const emulate::Copy copy = fiber.copies[i];
+    const emulate::Copy copy = copies[i];
     if (copy.group < fiber.group - Pending) {
       std::memcpy(copy.target, copy.source, 16);
     } else {
-      fiber.copies[later++] = copy;
+      copies[later++] = copy;
     }
   }
   fiber.num_copies = later;

@@ -26,7 +26,8 @@ inline Index3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace emulate {
 
-constexpr int kWarp = 32, kMaxThreads = 1024, kStack = 128 << 10, kSlot = 64, kGuard = 256;
+// A stack has a cache line more than a power of two, so that those of a block are in different sets.
+constexpr int kWarp = 32, kMaxThreads = 1024, kStack = (128 << 10) + 64, kSlot = 64, kGuard = 256;
 constexpr int kMaxCopies = 512;
 
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
@@ -50,13 +51,16 @@ struct Fiber {
   JumpBuffer point;
   ucontext_t context;
   void* known;  // to ThreadSanitizer
-  bool started, done;
-  const uint64_t* epoch;  // what it waits for ...
-  uint64_t awaited;       // ... to reach
   unsigned collectives;
   int group;
   int num_copies;
-  Copy copies[kMaxCopies];
+};
+
+// What each round reads of every fiber.
+struct State {
+  const uint64_t* epoch;  // what it waits for ...
+  uint64_t awaited;       // ... to reach
+  bool started, done;
 };
 
 struct Warp {
@@ -67,6 +71,8 @@ struct Warp {
 };
 
 inline Fiber fibers[kMaxThreads];
+inline State states[kMaxThreads];
+inline Copy copies[kMaxThreads][kMaxCopies];
 inline Warp warps[kMaxThreads / kWarp];
 inline uint64_t block_epoch;
 inline int block_arrived, num_threads, current, order;
@@ -96,8 +102,8 @@ EMULATION_UNSEEN __attribute__((noinline)) inline void resume(int thread) {
   threadIdx.x = thread;
   enter_fiber(fibers[thread].known);
   if (EMULATION_SET(scheduler) != 0) return;
-  if (fibers[thread].started) EMULATION_JUMP(fibers[thread].point);
-  fibers[thread].started = true;
+  if (states[thread].started) EMULATION_JUMP(fibers[thread].point);
+  states[thread].started = true;
   setcontext(&fibers[thread].context);
 }
 
@@ -125,8 +131,8 @@ EMULATION_UNSEEN inline void wait(uint64_t* epoch, int* arrived, int expected, b
     *arrived = 0;
     ++*epoch;
   } else {
-    fibers[current].epoch = epoch;
-    fibers[current].awaited = mine;
+    states[current].epoch = epoch;
+    states[current].awaited = mine;
     yield();
   }
   if (orders) acquire(object);
@@ -136,14 +142,13 @@ EMULATION_UNSEEN inline void enter() {
   acquire(&body);
   body();
   release(&main_fiber);
-  fibers[current].done = true;
+  states[current].done = true;
   leave();
 }
 
 EMULATION_UNSEEN inline void start(int thread) {
   Fiber& fiber = fibers[thread];
-  fiber.started = fiber.done = false;
-  fiber.epoch = nullptr;
+  states[thread] = {};
   fiber.collectives = fiber.group = fiber.num_copies = 0;
   // The same for a thread of every block, as its stack is.
   if (!fiber.known) fiber.known = new_fiber();
@@ -164,13 +169,13 @@ EMULATION_UNSEEN inline void run_fibers() {
     bool progress = false;
     if (order > 1) std::shuffle(turns.begin(), turns.end(), shuffler);
     for (const int thread : turns) {
-      Fiber& fiber = fibers[thread];
-      if (fiber.done || (fiber.epoch && *fiber.epoch < fiber.awaited)) continue;
-      fiber.epoch = nullptr;
+      State& state = states[thread];
+      if (state.done || (state.epoch && *state.epoch < state.awaited)) continue;
+      state.epoch = nullptr;
       resume(thread);
       if (!error.empty()) return;
       progress = true;
-      if (fiber.done) --left;
+      if (state.done) --left;
     }
     if (!progress) {
       error = "a barrier that not all threads reach" + place;

@@ -37,5 +37,7 @@ def register() -> None:
         original(cls, *args)
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         gc.freeze()
+        # At its end vLLM unfreezes, and a collection then copies all pages that are shared.
+        gc.unfreeze = lambda: None
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
