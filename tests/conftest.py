@@ -98,7 +98,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharedServer
     return SharedServers(config, log) if config.getoption("dist") == "loadscope" else None
 
 
+LONGEST = ("test_gpu_bodies.py", "test_fused.py", "test_emulated.py", "test_triton.py")
+"""Files of units that take longest. They come first, because at the end one process would wait for
+the other."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    units = Path(__file__).parent / "unit"
+    items.sort(key=lambda item: units in item.path.parents and 1 + (item.path.name not in LONGEST))
     needing = [item for item in items if item.get_closest_marker("gpu")]
     reason = no_gpu_reason() if needing else None
     if reason:

@@ -213,7 +213,7 @@ def engine(model: Path, eviction: dict[str, Any] | None, **options: Any):
     settings: dict[str, Any] = dict(
         dtype="float32",
         enforce_eager=True,
-        kv_cache_memory_bytes=256 << 20,
+        kv_cache_memory_bytes=128 << 20,
         block_size=32,
         max_model_len=4096,
         disable_log_stats=True,
