@@ -34,8 +34,9 @@ or because they trace CUDA."""
 
 LONGEST_TAIL = 40
 """Tokens after a store in a random batch, at most: the interpreter takes a second for thousands."""
-PROGRAMS = 8
-"""Programs of a decode, at most: the interpreter takes as long for one with nothing to do."""
+FEWER = {"programs": 8, "requests": 3, "heads": 3, "layers": 1}
+"""At most, in checks of Triton kernels: the interpreter takes as long for a program with nothing to
+do, and layers are called one after the other."""
 
 
 class Reached(Exception):
@@ -95,13 +96,12 @@ def shorter(random_ragged: Callable[..., ragged.Ragged]) -> Callable[..., ragged
     return made
 
 
-def fewer(check_decode: Callable[..., None]) -> Callable[..., None]:
-    """The check, with few programs."""
+def fewer(check: Callable[..., None]) -> Callable[..., None]:
+    """The check with :data:`FEWER` of everything."""
 
     def checked(*args: Any, **options: Any) -> None:
-        if "programs" in options:
-            options["programs"] = min(options["programs"], PROGRAMS)
-        check_decode(*args, **options)
+        few = {name: min(most, options[name]) for name, most in FEWER.items() if name in options}
+        check(*args, **options | few)
 
     return checked
 
@@ -116,7 +116,8 @@ def pytest_configure(config: pytest.Config) -> None:
     extension.is_built = lambda: True
     from tests import triton_cases
 
-    triton_cases.check_decode = fewer(triton_cases.check_decode)
+    for name in ("check_decode", "check_unpack"):
+        setattr(triton_cases, name, fewer(getattr(triton_cases, name)))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 
 @dataclass
@@ -48,9 +49,13 @@ def two_biases(module, query, key, value, attention_mask, scaling, **kwargs):
     ``module.stored`` gives it back.
     """
     group, in_store = module.num_key_value_groups, getattr(module, "in_store", None)
+    one_bias = attention_mask is None or len(attention_mask) == 1
     if in_store is not None:
         stored = [one.repeat_interleave(group, dim=1) for one in module.stored(key, value)]
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    if in_store is None and one_bias:
+        result = scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling)
+        return result.transpose(1, 2).contiguous(), None
     products = query @ key.mT * scaling
     if in_store is not None:
         products = torch.where(in_store, query @ stored[0].mT * scaling, products)
@@ -61,7 +66,7 @@ def two_biases(module, query, key, value, attention_mask, scaling, **kwargs):
         old = stored[1].to(weights.dtype)
         return weights * in_store @ old + weights * ~in_store @ value.to(weights.dtype)
 
-    if attention_mask is None or len(attention_mask) == 1:
+    if one_bias:
         bias = 0.0 if attention_mask is None else attention_mask
         result = sum_of_values((products + bias).softmax(-1))
     else:

@@ -229,7 +229,8 @@ def test_a_first_start_calibrates_and_a_second_one_finds(
     tiny_model_kv4, tmp_path, monkeypatch, asked
 ):
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    eviction = dict(policy="auto") | asked
+    # A random model loses so much that the budget of "auto" would be the whole cache.
+    eviction = dict(policy="auto", budget="25%") | asked
     run_command, times = calibrate._run, []
     # A random model answers nothing.
     lenient = ["--least-answered", "0"]

@@ -130,13 +130,19 @@ def evicting(
     server: Server, path: str, body: dict[str, Any], *points: dict[str, Any] | int
 ) -> list[list[int]]:
     """Token ids of the answers at eviction points, each of which evicts or takes what is kept."""
-    answers, before = [], settled(server)
-    for point in points:
+
+    def counted(found: dict[str, float]) -> float:
+        return found["evictions"] + found["stores_reused"]
+
+    answers, before = [], counted(settled(server))
+    for number, point in enumerate(points, 1):
         asked = body | GREEDY | dict(vllm_xargs=asks(at=point, interval=0))
         answers.append(server.post(path, asked)["choices"][0]["token_ids"])
-        after = settled(server)
-        assert any(after[name] > before[name] for name in ("evictions", "stores_reused"))
-        before = after
+        deadline = time.monotonic() + 60
+        while counted(server.evictions()) < before + number:
+            assert time.monotonic() < deadline, f"nothing was evicted or taken at {point}"
+            time.sleep(0.05)
+    assert counted(settled(server)) == before + len(points)
     return answers
 
 

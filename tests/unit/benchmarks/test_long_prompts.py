@@ -11,6 +11,7 @@ from benchmarks.quality.local_chat import LocalChat
 from benchmarks.quality.long_prompts import FACTS, PROSE, Setting, parts
 from benchmarks.quality.long_report import joined, summarize
 from benchmarks.quality.ruler import scattered as scattering
+from benchmarks.quality.ruler.facts import sentences
 from benchmarks.quality.ruler.scattered import scattered
 from benchmarks.quality.ruler.unseen import KINDS
 
@@ -20,7 +21,7 @@ TOKENS, COUNT = 1200, 4
 @pytest.fixture(autouse=True)
 def short_prose(monkeypatch: pytest.MonkeyPatch) -> None:
     """The docstrings of a small package: reading those of sympy takes 20 seconds."""
-    monkeypatch.setattr(scattering, "PACKAGE", "hypothesis")
+    monkeypatch.setattr(scattering, "sentences", lambda _: sentences("hypothesis"))
 
 
 @pytest.mark.parametrize("seed", range(3))
