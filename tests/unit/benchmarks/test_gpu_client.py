@@ -59,8 +59,11 @@ def test_figures_of_a_load():
 
 @pytest.fixture
 def served():
-    """A server that streams as many tokens as it is asked for; the last prompt fails."""
-    asked = []
+    """A server that streams as many tokens as it is asked for; the last prompt fails.
+
+    No answer ends before the metrics were asked for.
+    """
+    asked, polled = [], threading.Event()
 
     async def complete(request):
         body = await request.json()
@@ -71,9 +74,14 @@ def served():
         await response.prepare(request)
         for _ in range(body["max_tokens"]):
             await response.write(b'data: {"choices": [{"text": ""}]}\n\n')
+        await asyncio.to_thread(polled.wait)
         usage = json.dumps({"choices": [], "usage": {"completion_tokens": body["max_tokens"]}})
         await response.write(f"data: {usage}\n\ndata: [DONE]\n\n".encode())
         return response
+
+    def metrics() -> str:
+        polled.set()
+        return "vllm:num_requests_running 3.0\n"
 
     loop = asyncio.new_event_loop()
     app = web.Application()
@@ -90,7 +98,7 @@ def served():
         model="m",
         asked=asked,
         metric=lambda name: 2.0,
-        metrics=lambda: "vllm:num_requests_running 3.0\n",
+        metrics=metrics,
     )
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
