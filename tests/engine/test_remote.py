@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from tests.engine.harness import Engine, Setup
 from tests.engine.scenarios import Scenario, loading, run
 from tests.engine.shadow import ShadowWorker
 from tests.engine.wishes import Wish
+from tests.versions import installed
 from vllm_kvevict.engine.lost_blocks import LoadsInFlight, Trace
 from vllm_kvevict.engine.offload import OffloadGuard
 from vllm_kvevict.engine.remote_prefill import RemotePrefill
@@ -264,10 +266,11 @@ def loaded_over_a_copy() -> Engine:
 
 
 def test_a_load_waits_for_copies_from_its_blocks(monkeypatch):
-    """vLLM forgets them if another connector than the offload loads."""
+    """vLLM 0.32 forgets them if another connector than the offload loads; 0.33 does not."""
     loaded_over_a_copy()
     monkeypatch.setattr(OffloadGuard, "_allocated", lambda self, allocated: allocated)
-    with pytest.raises(AssertionError, match=WRONG):
+    forgets = pytest.raises(AssertionError, match=WRONG) if installed < (0, 33) else nullcontext()
+    with forgets:
         loaded_over_a_copy()
 
 

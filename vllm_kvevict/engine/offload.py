@@ -57,7 +57,8 @@ class OffloadGuard(Part):
         """Return ``update_state_after_alloc``, which also finishes copies from blocks that another
         connector loads into.
 
-        vLLM finishes the copies from blocks of scheduled requests and of its own loads only.
+        vLLM 0.32 finishes the copies from blocks of scheduled requests and of its own loads only;
+        0.33 finishes these as well.
         """
 
         def update_state_after_alloc(

@@ -30,7 +30,8 @@ FOUR_BITS = "int4", "int4_fp8"
 """Types by whether the cache is FP8."""
 
 
-def _on_a_gpu() -> bool:
+def on_a_gpu() -> bool:
+    """Return True if vLLM found another platform than a CPU."""
     from vllm.platforms import current_platform
 
     return not current_platform.is_cpu()
@@ -41,15 +42,23 @@ GPU_STORE_REFUSALS = (
         f"{FLAG} with an FP8 cache on GPUs",
         "the GPU kernels support stores in few bits only with caches of 16 or 32 bits",
         f"set --kv-cache-dtype to auto or {AUTO}",
-        lambda c: c.cache_config.cache_dtype in CACHE_DTYPES and _on_a_gpu(),
+        lambda c: c.cache_config.cache_dtype in CACHE_DTYPES,
     ),
     Refusal(
         f"{FLAG} with speculative decoding on GPUs",
         "each step with several query tokens would unpack all stores",
         f"remove --speculative-config or {AUTO}",
-        lambda c: c.speculative_config is not None and _on_a_gpu(),
+        lambda c: c.speculative_config is not None,
     ),
 )
+"""What a CPU serves, and a GPU does not."""
+
+
+def refused_on_gpus(vllm_config: "VllmConfig", config: "EvictionConfig") -> list[Refusal]:
+    """Return what GPUs refuse of the stores of these settings, on whatever platform this is."""
+    rows = () if config.token_format.as_cached else GPU_STORE_REFUSALS
+    return [row for row in rows if row.applies(vllm_config)]
+
 
 XFORMERS = Refusal(
     f"{FLAG} with --kv-eviction-attention xformers",

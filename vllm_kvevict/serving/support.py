@@ -12,7 +12,7 @@ from vllm_kvevict.config.memory_budget import evictable_stages
 from vllm_kvevict.config.names import LEARNED
 from vllm_kvevict.ops.fp8 import CACHE_DTYPES
 from vllm_kvevict.serving.drafting import METHODS, check_drafting
-from vllm_kvevict.serving.few_bits import GPU_STORE_REFUSALS, check_gpu_stores
+from vllm_kvevict.serving.few_bits import check_gpu_stores, on_a_gpu, refused_on_gpus
 from vllm_kvevict.serving.latent import LATENT_REFUSALS
 from vllm_kvevict.serving.refusal import WITHOUT, Refusal
 
@@ -341,7 +341,8 @@ def check(vllm_config: "VllmConfig", config: "EvictionConfig") -> None:
     latent = vllm_config.model_config.use_mla
     refusals = REFUSALS + (GROUP_REFUSALS if config.has_groups else ())
     refusals += LATENT_REFUSALS if latent else ()
-    refusals += () if config.token_format.as_cached else STORE_DTYPE_REFUSALS + GPU_STORE_REFUSALS
+    refusals += () if config.token_format.as_cached else STORE_DTYPE_REFUSALS
+    refusals += tuple(refused_on_gpus(vllm_config, config)) if on_a_gpu() else ()
     refusals += INT8_REFUSALS if config.store_dtype == "int8" else ()
     refusals += LEARNED_REFUSALS if LEARNED.intersection(config.policies) else ()
     for refusal in refusals + (PRESSURE_REFUSALS if config.when == "pressure" else ()):

@@ -43,6 +43,17 @@ def _copy(call: Any, pid: int, local: np.ndarray, remote: np.ndarray) -> None:
             raise OSError(ctypes.get_errno(), f"copied {done} of {wanted} bytes")
 
 
+def _pieces(descs: np.ndarray) -> np.ndarray:
+    """Pieces [n, (address, bytes, device)], which are given like this or as rows of pieces, [m,
+    (address, bytes, device, stride, count)]."""
+    if descs.shape[1] == 3:
+        return descs
+    rows = descs.astype(np.int64).repeat(descs[:, 4].astype(np.int64), axis=0)
+    first = np.r_[0, descs[:, 4].cumsum()[:-1]].astype(np.int64)
+    index = np.arange(len(rows)) - first.repeat(descs[:, 4].astype(np.int64))
+    return np.c_[rows[:, 0] + index * rows[:, 3], rows[:, 1:3]]
+
+
 for _name in ("process_vm_readv", "process_vm_writev"):
     getattr(_libc, _name).restype = ctypes.c_ssize_t
 
@@ -96,9 +107,10 @@ class nixl_agent:
         assert mem_type == "DRAM"
         return np.asarray(blocks, dtype=np.int64)
 
-    def prep_xfer_dlist(self, agent: str, descs: np.ndarray) -> int:
+    def prep_xfer_dlist(self, agent: str, descs: np.ndarray, mem_type: str = "DRAM") -> int:
+        assert mem_type == "DRAM"
         handle = self._handle()
-        self._lists[handle] = agent, descs
+        self._lists[handle] = agent, _pieces(descs)
         return handle
 
     def release_dlist_handle(self, handle: int) -> None:

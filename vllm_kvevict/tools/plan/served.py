@@ -10,6 +10,7 @@ from vllm_kvevict.config.names import AUTO, CALIBRATE, CONFIG_KEY
 from vllm_kvevict.config.profile import ProbeFile, Profile
 from vllm_kvevict.serving.activate import activate, check_statistics
 from vllm_kvevict.serving.calibrate import cannot_calibrate, failed_before, is_usable
+from vllm_kvevict.serving.few_bits import on_a_gpu, refused_on_gpus
 from vllm_kvevict.serving.identity import Match, identity
 from vllm_kvevict.serving.profile import find
 from vllm_kvevict.serving.recommend import BUDGET, WITH_PROFILE, changed
@@ -64,6 +65,10 @@ def activated(
             notes.append(CALIBRATED_FIRST)
     with _warnings() as warned:
         activate(vllm_config, config, uncalibrated)
+    if not on_a_gpu():
+        # A plan is often made on another machine than the one that serves.
+        for refusal in refused_on_gpus(vllm_config, config):
+            notes.append(f"this is a plan for CPUs. On GPUs {refusal.sentence().rstrip('.')}")
     return *notes, *warned
 
 

@@ -167,6 +167,18 @@ def test_a_profile_of_a_related_model_is_not_planned_for(model, monkeypatch, tmp
     assert eviction["profile"]["layers"] == [1.2, 0.8] and "calibrates it" not in notes
 
 
+def test_what_a_gpu_refuses_is_said_where_a_cpu_plans(model):
+    """The plan is made on a laptop, for a server with GPUs."""
+    few = [*LOAD, *KV, *EVEN, "--hf-overrides", '{"head_dim": 64}', "--kv-eviction-store-dtype"]
+    fp8 = ["--kv-cache-dtype", "fp8"]
+    eviction, notes = eviction_and_notes(model, *few, "int4", *fp8)
+    assert eviction["store_dtype"] == "int4_fp8"
+    assert "this is a plan for CPUs. On GPUs KV eviction does not support" in notes
+    assert "with an FP8 cache on GPUs, because" in notes
+    for served in ([*few, "int4"], [*few, "auto", *fp8]):
+        assert "a plan for CPUs" not in eviction_and_notes(model, *served)[1]
+
+
 def test_nothing_is_measured(model, monkeypatch):
     from vllm_kvevict.serving import calibrate
 
