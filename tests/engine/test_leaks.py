@@ -16,12 +16,20 @@ from vllm.v1.request import Request, RequestStatus
 
 from benchmarks.bare_scheduler import VOCABULARY, Setup, make_request, make_scheduler
 from tests.engine.cases import SYNC, tokens
+from vllm_kvevict.engine import stores
 
 LIVE = 24
 """Requests that are alive at once."""
 
 KEPT = 256
 """Entries that the engine may remember of requests that are gone: the longest list it has."""
+
+
+@pytest.fixture(autouse=True)
+def few_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names of tens of thousands of stores are remembered else, more than a test makes."""
+    monkeypatch.setattr(stores, "MAX_NAMES", KEPT)
+
 
 SETUPS = {
     "always": replace(SYNC, interval=16, max_batched=256),
