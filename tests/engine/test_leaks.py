@@ -27,7 +27,7 @@ KEPT = 256
 
 @pytest.fixture(autouse=True)
 def few_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The names of tens of thousands of stores are remembered else, more than a test makes."""
+    """The limit is otherwise too high for a test to reach."""
     monkeypatch.setattr(stores, "MAX_NAMES", KEPT)
 
 

@@ -51,11 +51,12 @@ GPU_STORE_REFUSALS = (
         lambda c: c.speculative_config is not None,
     ),
 )
-"""What a CPU serves, and a GPU does not."""
+"""Configurations that are supported on CPUs and refused on GPUs."""
 
 
 def refused_on_gpus(vllm_config: "VllmConfig", config: "EvictionConfig") -> list[Refusal]:
-    """Return what GPUs refuse of the stores of these settings, on whatever platform this is."""
+    """Return why a GPU would refuse stores in few bits with these settings, whatever the platform
+    is here."""
     rows = () if config.token_format.as_cached else GPU_STORE_REFUSALS
     return [row for row in rows if row.applies(vllm_config)]
 

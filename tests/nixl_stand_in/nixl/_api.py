@@ -48,9 +48,9 @@ def _pieces(descs: np.ndarray) -> np.ndarray:
     (address, bytes, device, stride, count)]."""
     if descs.shape[1] == 3:
         return descs
-    rows = descs.astype(np.int64).repeat(descs[:, 4].astype(np.int64), axis=0)
-    first = np.r_[0, descs[:, 4].cumsum()[:-1]].astype(np.int64)
-    index = np.arange(len(rows)) - first.repeat(descs[:, 4].astype(np.int64))
+    counts = descs[:, 4].astype(np.int64)
+    rows = descs.astype(np.int64).repeat(counts, axis=0)
+    index = np.arange(len(rows)) - (counts.cumsum() - counts).repeat(counts)
     return np.c_[rows[:, 0] + index * rows[:, 3], rows[:, 1:3]]
 
 

@@ -74,7 +74,7 @@ def served():
         await response.prepare(request)
         for _ in range(body["max_tokens"]):
             await response.write(b'data: {"choices": [{"text": ""}]}\n\n')
-        await asyncio.to_thread(polled.wait)
+        await asyncio.to_thread(polled.wait, 60)
         usage = json.dumps({"choices": [], "usage": {"completion_tokens": body["max_tokens"]}})
         await response.write(f"data: {usage}\n\ndata: [DONE]\n\n".encode())
         return response
