@@ -126,6 +126,7 @@ HOOKS = {
             CacheConfig.cache_dtype
             CacheConfig.sliding_window CacheConfig.block_size CacheConfig.kv_sharing_fast_prefill
             CacheConfig.user_specified_block_size CacheConfig.prefix_match_unit
+            CacheConfig.kv_cache_dtype_skip_layers VllmConfig.aux_output_config
             VllmConfig.speculative_config
             VllmConfig.kv_transfer_config VllmConfig.ec_transfer_config VllmConfig.diffusion_config
             VllmConfig.attention_config ParallelConfig.decode_context_parallel_size
@@ -135,6 +136,7 @@ HOOKS = {
             VllmConfig.use_v2_model_runner
             SchedulerConfig.disable_hybrid_kv_cache_manager
         """,
+        "vllm.config.aux_output": "AuxOutputConfig.enabled",
         "vllm.config.speculative": "SpeculativeMethod",
         "vllm.envs": "VLLM_KV_CACHE_LAYOUT",
     },

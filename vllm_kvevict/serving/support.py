@@ -214,6 +214,21 @@ REFUSALS = (
         _quantised,
     ),
     Refusal(
+        "--kv-cache-dtype-skip-layers with an FP8 cache",
+        "layers that evict must have blocks of one size in bytes",
+        "remove the flag",
+        lambda c: (
+            c.cache_config.kv_cache_dtype_skip_layers and c.cache_config.cache_dtype in CACHE_DTYPES
+        ),
+    ),
+    Refusal(
+        "--enable-return-routed-experts",
+        "vLLM stores the experts of each block of tokens in as many places as its KV cache has "
+        "blocks, and expects every request to start at a block that it stored",
+        "remove it, also from --aux-output-config",
+        lambda c: c.aux_output_config.enabled,
+    ),
+    Refusal(
         "--kv-sharing-fast-prefill",
         "it skips the prompt's queries, which decide what to keep",
         "remove the flag",

@@ -126,6 +126,11 @@ def _ec_connector() -> dict[str, Any]:
         ),
         (dict(kv_cache_dtype="fp8_e5m2"), "this type of KV cache", "set --kv-cache-dtype"),
         (dict(kv_sharing_fast_prefill=True), "--kv-sharing-fast-prefill", "remove the flag"),
+        (
+            dict(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=["0"]),
+            "--kv-cache-dtype-skip-layers with an FP8 cache",
+            "remove the flag",
+        ),
         (dict(block_size=16), "this block size", "set --block-size to a multiple of 32"),
         (dict(prefix_match_unit=32), "hits inside a block", "remove --prefix-match-unit"),
         (dict(runner="pooling"), "pooling models", "without --kv-eviction"),
@@ -261,6 +266,8 @@ def test_refuses_numbers_beside_the_cache_where_no_backend_keeps_them(
         ("parallel_config.enable_fault_tolerance", True, "engine recovery"),
         ("parallel_config.prefill_context_parallel_size", 2, "context parallelism"),
         ("cache_config.cache_dtype", "bfloat16", "this type of KV cache"),
+        # vLLM takes it for mixtures of experts under Model Runner V2 alone.
+        ("aux_output_config.enable_return_routed_experts", True, "--enable-return-routed-experts"),
     ],
 )
 def test_refuses_setting(build: Build, path: str, value: Any, what: str) -> None:
