@@ -14,11 +14,15 @@ from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.triton_utils import dispatcher
 
+from tests.e2e.test_lora import SERVED, adapter_and_merged
 from tests.e2e.test_stores import computed, lose
+from tests.e2e.test_tenants import check_separation, tenants
 from tests.models import random_prompt
 from tests.oracles.engine import engine
 from tests.oracles.masked import MaskedModel, check_tokens
 from vllm_kvevict.engine.remote_prefill import RemotePrefill, _check_lmcache
+
+__all__ = ["adapter_and_merged", "tenants"]
 
 FOLDER = os.environ.get("KVEVICT_LMCACHE")
 pytestmark = pytest.mark.skipif(not FOLDER, reason="KVEVICT_LMCACHE names no folder")
@@ -271,6 +275,15 @@ def test_hits_that_end_inside_a_chunk(oracle, caching):
             found = max(2 * 256, blocks * BLOCK)
             assert sum(counts) == 70 + len(text) - found + 2 * 5
             assert caching.copies.made.loaded - made == max(0, 2 - blocks * BLOCK // 256)
+        assert run.free_blocks() == free
+
+
+@pytest.mark.parametrize("asked", [{}, NEVER], ids=["evicts", "never evicts"])
+def test_a_second_salt_or_adapter_finds_nothing(tenants, caching, asked):
+    """LMCache names chunks by their tokens alone (LMCache#2878, #4825)."""
+    with caching.start(**SERVED) as run:
+        free = run.free_blocks()
+        check_separation(run, tenants, PROMPTS[2], asked, salted=False)
         assert run.free_blocks() == free
 
 

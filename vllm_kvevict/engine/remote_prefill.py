@@ -13,7 +13,9 @@ point; the second cannot, so requests with eviction points load nothing synchron
 
 Some connectors save what a request computes under a hash of its tokens. Tokens that were computed
 over an evicted cache must not be saved so, and the block table of an evicted request no longer
-holds its prompt. Such a request is therefore hidden from the connector.
+holds its prompt. Such a request is therefore hidden from the connector. So is a request with a cache
+salt, a LoRA adapter or embeddings in its prompt: its tokens alone do not say what it computes, or
+for whom, and another salt or adapter must not find it.
 
 A synchronous load may fail after the prompt was evicted, and after other requests hit its blocks.
 All requests that computed over them then end (:mod:`vllm_kvevict.engine.lost_blocks`).
@@ -86,7 +88,7 @@ class RemotePrefill(Part):
         def get_num_new_matched_tokens(
             request: "Request", num_computed_tokens: int
         ) -> tuple[int | None, bool]:
-            if self.saves and self._hides(request.request_id):
+            if self.saves and (_is_partitioned(request) or self._hides(request.request_id)):
                 # LMCache keeps what a look-up finds in memory until it sees the request in a step.
                 return 0, False
             found, is_async = match(request, num_computed_tokens)
@@ -203,12 +205,28 @@ class RemotePrefill(Part):
         expects it to continue where the load ends, but its window is computed again.
         """
         state = self._table.states.get(request_id)
-        if state is None or not state.evicts:
+        if state is None:
+            return False
+        if _is_partitioned(state.request):
+            return True
+        if not state.evicts:
             return False
         if state.request.num_preemptions:
             return True
         store = state.pending_store or state.base_store
         return store is not None or state.has_eviction_points or state.computed_valid is not None
+
+
+def _is_partitioned(request: "Request") -> bool:
+    """Return whether the prefix cache separates a request from others with the same tokens.
+
+    Pictures and sounds are not asked for: connectors hash them with the tokens.
+    """
+    return (
+        bool(request.cache_salt)
+        or request.lora_request is not None
+        or request.prompt_embeds is not None
+    )
 
 
 def _check_lmcache(connector: Any) -> None:
