@@ -89,6 +89,8 @@ class Engine:
         """Requests reported as having a store that another server can find."""
         self._chains: dict[str, list[int]] = {}
         self.steps = 0
+        self.seen: Callable[[Any], None] = lambda output: None
+        """Is shown each step as it was scheduled."""
         self.disk: FaultyDisk | None = None
         if setup.disk is not None and setup.keeps:
             self.disk = FaultyDisk(self, setup.disk, random.Random(seed))
@@ -140,6 +142,7 @@ class Engine:
         output = self.scheduler.schedule()
         self.steps += output.total_num_scheduled_tokens > 0
         self.pending.append(output)
+        self.seen(output)
         self.invariants.scheduled(output)
         self.invariants.check()
         return output

@@ -268,13 +268,18 @@ def in_files(scenario: Scenario) -> Scenario:
 def run(scenario: Scenario, totals: Counter[str] | None = None) -> Engine:
     """Play a scenario to its end; adds what happened to ``totals``."""
     day = Day(scenario)
+    live(day, scenario)
+    if totals is not None:
+        totals.update(day.totals())
+    return day.engine
+
+
+def live(day: "Day", scenario: Scenario) -> None:
+    """Let everything happen that a scenario says."""
     with day.engine.clock():
         for event in scenario.events:
             getattr(day, event[0])(*event[1:])
         day.engine.finish()
-    if totals is not None:
-        totals.update(day.totals())
-    return day.engine
 
 
 class Day:
