@@ -28,6 +28,9 @@ from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats, Schedule
 from benchmarks.server import free_port
 from vllm_kvevict.metrics import prometheus
 from vllm_kvevict.metrics.report import STATS_KEY, Report
+from vllm_kvevict.tools.measure.loss import loss_of
+from vllm_kvevict.tools.measure.push import registry
+from vllm_kvevict.tools.measure.score import Score
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "deploy" / "grafana"
@@ -89,10 +92,17 @@ def work(manager: StatLoggerManager) -> None:
     manager.record(stats, iteration)
 
 
+MEASURED = registry(
+    "m", [("25%", [loss_of("all", [Score(1, "chat", 9, 4, 0.0, -1.0, 4, 4)])])], 1.0
+)
+"""What ``vllm-kvevict measure --recorded`` pushes."""
+
+
 def published() -> dict[str, set[str]]:
-    """Labels of every sample name."""
+    """Labels of every sample name, of a server and of what is pushed."""
     found: dict[str, set[str]] = defaultdict(set)
-    for sample in (sample for family in REGISTRY.collect() for sample in family.samples):
+    families = [*REGISTRY.collect(), *MEASURED.collect()]
+    for sample in (sample for family in families for sample in family.samples):
         found[sample.name] |= sample.labels.keys()
     return found
 
@@ -129,7 +139,10 @@ def documented(page: str) -> set[str]:
 
 def test_every_metric_of_ours_is_shown_and_documented(manager):
     work(manager)
+    pushed = {family.name for family in MEASURED.collect()}
+    assert documented((ROOT / "docs" / "recorded.md").read_text()) == pushed
     ours = {n for n in published() if n.startswith("vllm_kvevict:") and not n.endswith("_created")}
+    ours -= pushed
     table = (ROOT / "docs" / "metrics.md").read_text()
     shown = " ".join(QUERIES)
     families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in ours}
@@ -162,6 +175,23 @@ def test_alerts_name_records_and_lead_to_the_runbook():
     for rule in RULES:
         page, anchor = rule["annotations"]["runbook_url"].split("#")
         assert page.endswith("/runbook.md") and anchor == rule["alert"].lower()
+
+
+def test_critical_alerts_begin_with_what_needs_no_restart():
+    """A section of the runbook names it before a rollback, with the time that a rollback takes."""
+    page = (ROOT / "docs" / "runbook.md").read_text()
+    critical = [rule["alert"] for rule in RULES if rule["labels"]["severity"] == "critical"]
+    assert len(critical) == 3
+    for name in critical:
+        section = page.split(f"## {name}\n")[1].split("\n## ")[0]
+        first = section.strip().split("\n\n")[0]
+        assert first.startswith("**First.**"), name
+        off, back = first.index("#switch-off-without-a-restart"), first.index("#rollback")
+        assert off < back and "150 seconds" in first[back:], name
+    drain = (FOLDER.parent / "helm" / "drain" / "kustomization.yaml").read_text()
+    assert "terminationGracePeriodSeconds: 150" in drain or "value: 150" in drain
+    about = page.split("## Switch off without a restart\n")[1].split("\n## ")[0]
+    assert '{"kv_eviction": "none"}' in about and "--kv-eviction-allow none" in about
 
 
 def test_every_alert_has_a_test_that_it_fires():

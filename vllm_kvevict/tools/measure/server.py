@@ -1,23 +1,16 @@
 """Asks a running server over its OpenAI API."""
 
-import json
-import urllib.error
-import urllib.request
 from typing import Any
 
+from vllm_kvevict.tools.measure.api import Api, Refused
 from vllm_kvevict.tools.measure.questions import Question
 
 SEPARATOR = "\n\n"
 FULL = "full cache"
 KNOWN, NOT_KNOWN = "known", "not known"
-TIMEOUT_S = 3600.0
 
 NO_TEMPLATE = "must provide a chat template"
 """Part of vLLM's answer to a chat with a model that has no chat template."""
-
-
-class Refused(Exception):
-    """The server cannot be asked. The message is one sentence."""
 
 
 class Server:
@@ -41,10 +34,10 @@ class Server:
     def __init__(
         self, url: str, model: str | None, key: str | None, policy: str | None, max_tokens: int
     ) -> None:
-        self._url = url.rstrip("/").removesuffix("/v1") + "/v1"
-        self._key, self._policy, self._max_tokens = key, policy, max_tokens
+        self._api = Api(url, key)
+        self._policy, self._max_tokens = policy, max_tokens
         self._has_template = True
-        self.model = model or str(self._call("/models")["data"][0]["id"])
+        self.model = model or self._api.first_model()
 
     def answer(self, question: Question, budget: str, known: bool) -> str:
         """Return the answer to a question.
@@ -72,7 +65,7 @@ class Server:
                 if NO_TEMPLATE not in str(error):
                     raise
                 self._has_template = False
-        found = self._call("/completions", body | {"prompt": f"{text}\n{question.prefix}"})
+        found = self._api.call("/v1/completions", body | {"prompt": f"{text}\n{question.prefix}"})
         return str(found["choices"][0]["text"])
 
     def _chat(self, body: dict[str, Any], text: str, prefix: str) -> str:
@@ -80,7 +73,7 @@ class Server:
         if prefix:
             messages.append({"role": "assistant", "content": prefix})
             body = body | {"add_generation_prompt": False, "continue_final_message": True}
-        found = self._call("/chat/completions", body | {"messages": messages})
+        found = self._api.call("/v1/chat/completions", body | {"messages": messages})
         return str(found["choices"][0]["message"].get("content") or "")
 
     def _settings(self, question: Question, budget: str, known: bool) -> dict[str, Any]:
@@ -96,24 +89,3 @@ class Server:
         if not known:
             settings["kv_eviction_at"] = {"text": SEPARATOR + question.question}
         return settings
-
-    def _call(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        headers = {"Content-Type": "application/json"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._url + path, data, headers)
-        try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-                return json.load(answer)
-        except urllib.error.HTTPError as error:
-            raise Refused(f"{self._url}: HTTP {error.code}: {_message(error)}") from None
-        except (OSError, ValueError) as error:
-            raise Refused(f"{self._url} does not answer: {error}") from None
-
-
-def _message(error: urllib.error.HTTPError) -> str:
-    try:
-        return str(json.load(error)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return str(error.reason)
