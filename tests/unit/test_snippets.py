@@ -25,6 +25,7 @@ from vllm_kvevict.__main__ import COMMANDS
 from vllm_kvevict.config.requests import KEYS
 from vllm_kvevict.metrics.prometheus import PREFIX
 from vllm_kvevict.serving.plugin import fold_flags
+from vllm_kvevict.tools.measure.recorded import read
 
 pytestmark = pytest.mark.usefixtures("registered")
 
@@ -240,6 +241,11 @@ def test_a_block_is_data_or_python(shown: Shown, build: Any, tmp_path: Path, cap
         given = json.loads(shown.text)
         if "kv_connector" in given:
             build({"policy": "snapkv"}, kv_transfer_config=KVTransferConfig(**given))
+            return
+        if "request" in given:
+            path = tmp_path / "recorded.jsonl"
+            path.write_text(shown.text)
+            assert read(path)[0].text
             return
         asked = given["vllm_xargs"]
         assert asked and set(asked) <= set(KEYS)
