@@ -20,7 +20,7 @@ device() {
 }
 
 install_cpu() {
-    say "vLLM 0.32.0 for CPU (about 4 GB, one to two minutes)"
+    say "vLLM 0.32.0 for CPU (about 4 GB, two to six minutes)"
     install_lock "$VENV" "$HERE/requirements-cpu.lock"
     # PyPI's builds are for CUDA; next to a CPU torch they break `from vllm import LLM`.
     "$VENV/bin/pip" uninstall -qq -y torchvision torchaudio torchcodec 2>/dev/null

@@ -21,8 +21,8 @@ from tests.engine.scenarios import (
     conversing,
     in_few_bits,
     in_files,
-    loading,
     live,
+    loading,
     streaming_in,
     under_pressure,
 )

@@ -59,15 +59,11 @@ def answers(file: str, scenario: str, task: str, policy: str, budget: str) -> st
 
 
 def with_a_profile() -> list[list[str]]:
-    """README's first table: both models, question known and not known."""
-
-    def cells(file: str, scenario: str, task: str) -> list[str]:
-        budgets = "25%", "12.5%", "6.25%"
-        full = answers(file, scenario, task, "full cache", "12.5%")
-        return [full, *(answers(file, scenario, task, PROBE, budget) for budget in budgets)]
-
+    """README's second table: question known and not known."""
+    budgets = "25%", "12.5%", "6.25%"
     return [
-        cells(SMOLLM2, scenario, task) + cells(GEMMA, scenario, task)
+        [answers(SMOLLM2, scenario, task, FULL, "12.5%")]
+        + [answers(SMOLLM2, scenario, task, PROBE, budget) for budget in budgets]
         for task in ("later", "defaults")
         for scenario in (KNOWN, UNKNOWN)
     ]
@@ -154,7 +150,7 @@ def side_by_side() -> list[list[str]]:
 
 
 def load() -> list[list[str]]:
-    """README's second table: some rows and columns of alternatives.md."""
+    """README's first table: some rows and columns of alternatives.md."""
     found = {row[""]: row for row in table(RESULTS / "alternatives.md", "", "kept")}
     shown = [found[row["server"]] for row in table(README, "server", "kept")]
     return [
@@ -278,7 +274,7 @@ def on_a_gpu() -> list[list[str]]:
 
 
 SHOWN: list[tuple[Path, tuple[str, ...], int, Callable[[], list[list[str]]]]] = [
-    (README, ("task", "question", "SmolLM2 100%"), 2, with_a_profile),
+    (README, ("SmolLM2, task", "question"), 2, with_a_profile),
     (README, ("server", "kept"), 1, load),
     (PAGE, ("", "kept"), 1, alternatives),
     (PAGE, ("memory for",), 1, under_load),
@@ -335,21 +331,45 @@ def test_idle_stores_cost_what_the_page_says() -> None:
 
 
 def test_conversations_take_what_the_first_page_says() -> None:
-    """TTFT from turn 3 on, with stores in memory and in files."""
-    (said,) = re.findall(r"from turn 3 on (.*?)\(", README.read_text(), re.DOTALL)
-    _, *ratios = growing()[-1][:3]
-    assert re.findall(r"[\d.]+x", said) == ratios
+    """TTFT in the first turn and from turn 3 on, with stores in memory."""
+    turns, _ = tables((RESULTS / "chat_every.md").read_text())
+    ratio = {row["turn"]: row[RATIO] for row in turns if row["server"] == f"{EVERY}, tiers"}
+    (said,) = re.findall(r"its median TTFT is (.*?);", README.read_text(), re.DOTALL)
+    assert re.findall(r"[\d.]+x", said) == [ratio["1"], ratio["3 on"]]
 
 
-def test_conversations_answer_what_the_first_page_says() -> None:
-    """Percent with `int8`, the full cache and 16 bits, Gemma's, and SmolLM2's of two runs."""
-    full, _, eight, *gemma = map(int, conversations()[-1])
-    others, others_eight = map(int, other_conversations()[-1])
-    (said,) = re.findall(r"then answers (.*?)\(\[", README.read_text(), re.DOTALL)
-    found = re.findall(r"\b\d+\b", said.replace("16 bits", "bits"))
-    of_300 = [f"{count / 3:.0f}" for count in (gemma[2], gemma[0], gemma[1])]
-    of_600 = [f"{count / 6:.0f}" for count in (eight + others_eight, full + others)]
-    assert found == [*of_300, "200", *of_600]
+SOURCES = {"server": "alternatives.md", "SmolLM2, task": "answers.md"}
+"""The one file from which a table of README comes, by its first title."""
+
+ORIGIN = {
+    "commit": r"commit ([0-9a-f]{7,40})\b",
+    "machine": r"\. ([^.]*?\d+ cores, \d+ GiB[^.]*)\. vllm",
+    "profile": r"Profile \S+ \(SHA-256 ([0-9a-f]{64})\)",
+}
+"""What neighbours in a table have in common, as the first paragraph of a result file states it."""
+
+
+def origin(file: str) -> dict[str, set[str]]:
+    """Each field's values in a result file, with the type in which it was computed."""
+    text = (RESULTS / file).read_text()
+    found = {name: set(re.findall(pattern, text)) for name, pattern in ORIGIN.items()}
+    typed = re.findall(r"--dtype (\w+)", text) or re.findall(r"tokens in (float32|bfloat16)", text)
+    return found | {"type": set(typed)}
+
+
+def test_neighbours_in_a_table_of_the_first_page_are_of_one_run() -> None:
+    """One commit, one machine, one profile and one type for each table, and one for both but for
+    the commit, because the page names one model, profile and type for both."""
+    shown = list(tables(README.read_text()))
+    assert [next(iter(one[0])) for one in shown] == list(SOURCES)
+    found = [origin(file) for file in SOURCES.values()]
+    for one in found:
+        assert {name: len(values) for name, values in one.items()} == dict.fromkeys(one, 1), one
+    first, second = ({**one, "commit": set()} for one in found)
+    assert first == second
+    assert f"in {next(iter(first['type']))} on" in README.read_text()
+    cores = re.findall(r"(\d+) cores", next(iter(first["machine"])))
+    assert cores == ["2"] and "on two CPU cores" in README.read_text()
 
 
 def test_wrong_answers_are_as_many_as_the_page_says() -> None:
@@ -374,14 +394,3 @@ def test_right_answers_in_few_bits_are_those_of_the_files() -> None:
         shown = [text.partition("]")[0] + "]" for text in list(row.values())[2:]]
         wanted = [cell(file, UNKNOWN, task, policy, budget) for file in (GEMMA, four)]
         assert shown == wanted, (title, memory)
-
-
-def test_four_bits_answer_what_the_first_page_says() -> None:
-    """Each number of README's paragraph, in its order."""
-    files = (INT4, "s-niah"), ("gemma_not_known_int4.md", "defaults")
-    cells = (PROBE, "25%"), (PROBE, "12.5%"), (FULL, "25%")
-    wanted = [answers(INT4, UNKNOWN, "defaults", *cell) for cell in (*cells, (PROBE, "6.25%"))]
-    wanted += [answers(file, UNKNOWN, task, *cell) for file, task in files for cell in cells]
-    (said,) = re.findall(r"SmolLM2 answers (.*?)\n\n", README.read_text(), re.DOTALL)
-    both, *others = re.findall(r"\b\d+\b", said)
-    assert "at both" in said and [both, both, *others] == wanted

@@ -57,7 +57,7 @@ def _measure(options: argparse.Namespace, budgets: list[str]) -> int:
     from vllm_kvevict.tools.measure.answers import Answers, run_id
     from vllm_kvevict.tools.measure.questions import read
     from vllm_kvevict.tools.measure.server import FULL, KNOWN, NOT_KNOWN, Server
-    from vllm_kvevict.tools.measure.table import lines
+    from vllm_kvevict.tools.measure.table import advice, lines
 
     questions = read(options.questions)
     key = os.environ.get("OPENAI_API_KEY")
@@ -80,7 +80,10 @@ def _measure(options: argparse.Namespace, budgets: list[str]) -> int:
         for cell in cells
     }
     full = right[cells[0]]
-    print("\n".join(lines([(*cell, right[cell], full) for cell in cells])))
+    rows = [(*cell, right[cell], full) for cell in cells]
+    print("\n".join(lines(rows)))
+    if len(rows) > 1:
+        print(advice(rows))
     return 0
 
 

@@ -42,3 +42,41 @@ def lines(rows: Sequence[tuple[str, str, Sequence[bool], Sequence[bool]]]) -> It
     widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
     for row in cells:
         yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+
+
+SMALL = 0.05
+"""Share of the questions that a budget may lose on balance and still be advised."""
+
+ENOUGH = 30
+"""Questions below which the advice is a hint."""
+
+
+def advice(rows: Sequence[tuple[str, str, Sequence[bool], Sequence[bool]]]) -> str:
+    """Return one sentence that says which budget to take.
+
+    It is the smallest at which at most :data:`SMALL` of the questions are lost on balance, known at
+    the eviction and not known.
+
+    Args:
+        rows: As for :func:`lines`, the full cache first, then budgets from the largest to the
+            smallest.
+
+    """
+    (_, _, full, _), *others = rows
+    lost: dict[str, float] = {}
+    for budget, _, right, _ in others:
+        lost[budget] = max(lost.get(budget, 0.0), (sum(full) - sum(right)) / len(full))
+    fitting = [budget for budget, share in lost.items() if share <= SMALL]
+    few = "" if len(full) >= ENOUGH else f" (a hint: {len(full)} questions are few)"
+    if not any(full):
+        return "The full cache answers none of the questions, so they say nothing about budgets."
+    if not fitting:
+        return (
+            f"Take none of these budgets: each loses more than {SMALL:.0%} of the questions; try a "
+            f"larger one, or calibrate the model{few}."
+        )
+    best = fitting[-1]
+    return (
+        f"Take --kv-eviction-budget {best}: it loses at most {max(lost[best], 0):.0%} of the "
+        f"questions on balance{few}."
+    )

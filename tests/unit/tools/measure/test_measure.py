@@ -10,7 +10,7 @@ import pytest
 from tests.http_stand_in import JsonHandler, served
 from vllm_kvevict.tools.measure.__main__ import main
 from vllm_kvevict.tools.measure.questions import read
-from vllm_kvevict.tools.measure.table import wilson
+from vllm_kvevict.tools.measure.table import advice, wilson
 
 NO_TEMPLATE = (
     "As of transformers v4.44, default chat template is no longer allowed, so you must provide a "
@@ -77,7 +77,12 @@ def test_what_is_asked_and_printed(url: str, file: Path, capsys: Any, monkeypatc
     out = file.parent / "answers.jsonl"
     words = [str(file), "--base-url", url + "/v1/", "--budgets", "10%, 256", "--output", str(out)]
     assert main(words) == 0
-    rows = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    *printed, said = capsys.readouterr().out.splitlines()
+    assert said == (
+        "Take --kv-eviction-budget 256: it loses at most 0% of the questions on balance (a hint: "
+        "4 questions are few)."
+    )
+    rows = [line.split("  ") for line in printed]
     rows = [[cell.strip() for cell in row if cell.strip()] for row in rows]
     assert rows[0] == ["kept", "question", "right", "95%", "lost", "gained"]
     assert rows[1] == ["full cache", "3 of 4", "[30, 95]", "0", "0"]
@@ -109,7 +114,7 @@ def test_what_is_asked_and_printed(url: str, file: Path, capsys: Any, monkeypatc
 def test_a_base_model_completes_texts(url: str, file: Path, capsys: Any) -> None:
     Handler.has_template = False
     assert main([str(file), "--base-url", url, "--budgets", "10%"]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[:-1]]
     assert [row[-5] for row in rows[1:]] == ["4", "4", "4"] and rows[3][:3] == [
         "10%",
         "not",
@@ -120,6 +125,34 @@ def test_a_base_model_completes_texts(url: str, file: Path, capsys: Any) -> None
     last = [body for body in Handler.seen if body["max_tokens"] == 5][-1]
     assert last["prompt"] == "z" * 400 + "blue\n\nWhich?\nIt is" and "messages" not in last
     assert last["vllm_xargs"]["kv_eviction_at"] == {"text": "\n\nWhich?"}
+
+
+@pytest.mark.parametrize(
+    "lost, says",
+    [
+        ({"50%": 0, "25%": 2, "12.5%": 9}, "Take --kv-eviction-budget 25%: it loses at most 5% "),
+        ({"50%": 0, "25%": 0, "12.5%": 0}, "Take --kv-eviction-budget 12.5%: it loses at most 0% "),
+        ({"50%": 9, "25%": 9, "12.5%": 9}, "Take none of these budgets: each loses more than 5%"),
+    ],
+)
+def test_the_advice_is_the_smallest_budget_that_loses_little(lost: dict, says: str) -> None:
+    """The worse of known and not known counts, of 40 questions."""
+    full = [True] * 40
+    rows = [("full cache", "", full, full)]
+    for budget, count in lost.items():
+        rows += [
+            (budget, "known", full, full),
+            (budget, "not known", [False] * count + [True] * (40 - count), full),
+        ]
+    assert advice(rows).startswith(says) and "a hint" not in advice(rows)
+    assert "answers none" in advice([("full cache", "", [False] * 9, [False] * 9), *rows[1:]])
+
+
+def test_the_examples_are_questions_whose_answers_stand_in_the_text() -> None:
+    found = read(Path(__file__).parents[4] / "examples" / "questions.jsonl")
+    assert len(found) == 8 and len({one.question for one in found}) == 8
+    assert all(one.is_right(one.context) and not one.is_right(one.question) for one in found)
+    assert all(5000 < len(one.context) < 9000 for one in found)
 
 
 @pytest.mark.parametrize("right, count", [(0, 5), (5, 5), (31, 100), (98, 100)])
