@@ -263,6 +263,7 @@ def test_a_first_start_calibrates_and_a_second_one_finds(
         (["--kv-eviction", "snapkv", "--output", "/no/folder/a.json"], "there is no folder"),
         (["--kv-eviction", "snapkv", "--prompts", "/no/file"], "No such file"),
         (["--least-answered", "50"], "--least-answered must be a number from 0 to 1, not 50.0"),
+        (["--seconds", "0"], "--seconds must be a number above 0, not 0.0"),
         (["--prose", "-1"], "--prose must be a number from 0 to 10, not -1.0"),
     ],
 )

@@ -69,17 +69,15 @@ def check_learned(
         for later in lesson.later:
             seen = watch([*lesson.context, *later.ids])
             given = seen.attention[..., n:, :n]
-            padded = functional.pad(given, (2, 2))
-            near = (sum(padded[..., i : i + n] for i in range(5)) / 5).amax((2, 3))
-            most = near if most is None else most.maximum(near)
+            highest = given.amax((2, 3))
+            most = highest if most is None else most.maximum(highest)
         # The last text is how the context goes on: its tokens count one by one.
         single = given.amax((2, 3))[..., :count]
         norms = torch.ones(single.shape[0], single.shape[1], n)
         if seen.values is not None:
             norms = seen.values[:, :, :n].norm(dim=-1)
         shares = norms / norms.sum(1, keepdim=True)
-        worth = most * shares
-        reached = [worth[..., max(0, i - 8) : i + 9].amax(-1) for i in range(count)]
+        worth = (most * shares)[..., :count]
         ages = torch.arange(n, recent, -1).double().log()[:, None].expand(*single.shape, 1)
         at_end = watch(list(lesson.context)).attention[..., -window:, :]
         columns = max(n - window, count)
@@ -88,7 +86,7 @@ def check_learned(
         log_seen = log_seen + shares[..., :count].clamp(min=1e-6).log()
         x = features(seen.keys[:, :, :count])
         rows[0].append(x)
-        rows[1].append((torch.stack(reached, -1) + 1e-6).log())
+        rows[1].append((worth + 1e-6).log())
         rows[2].append(torch.cat([x, ages, ages**2, log_seen[..., None]], -1))
         rows[3].append((single + 1e-6).log())
     of_answers, y, of_text, z = (torch.cat(parts, 2) for parts in rows)

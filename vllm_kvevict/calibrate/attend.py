@@ -1,5 +1,6 @@
 """Attention that calibrate computes itself: of a prompt, or of rows of text after one context."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,7 +62,12 @@ def of_prompt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: Kind) -> 
 
 
 def weights_behind(
-    q: torch.Tensor, keys: torch.Tensor, own: torch.Tensor, kind: Kind, keep: torch.Tensor | None
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    own: torch.Tensor,
+    kind: Kind,
+    keep: torch.Tensor | None,
+    lengths: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Attention weights of R rows of T tokens, each directly after the same context.
 
@@ -71,6 +77,8 @@ def weights_behind(
         own: [R, H, T, D]: keys of the rows themselves.
         kind: The layer's.
         keep: [R, H, n] bool: what of the context each row sees; None for all.
+        lengths: Lengths of the texts that each row consists of, whose sum is T. Each text begins
+            directly after the context and sees no other. None for one text.
 
     Returns:
         [R, H, G, T, n + T] float32.
@@ -83,16 +91,51 @@ def weights_behind(
     logits = logits.view(rows, heads, group, tokens, context + tokens)
     if kind.softcap:
         logits = logits.div_(kind.softcap).tanh_().mul_(kind.softcap)
-    at = torch.arange(context, context + tokens, device=q.device)[:, None]
-    column = torch.arange(context + tokens, device=q.device)
+    at = positions_behind(context, lengths or [tokens], q.device)
+    column = torch.cat([torch.arange(context, device=q.device), at])
+    at = at[:, None]
     hidden = column > at
     if kind.window is not None:
         hidden |= column <= at - kind.window
+    if lengths is not None:
+        text = torch.arange(len(lengths), device=q.device)
+        text = text.repeat_interleave(torch.tensor(lengths, device=q.device))
+        hidden[:, context:] |= text != text[:, None]
     logits.masked_fill_(hidden, float("-inf"))
     if keep is not None:
         logits[..., :context].masked_fill_(~keep[:, :, None, None], float("-inf"))
     sinks = None if kind.sinks is None else kind.sinks[None, :, :, None]
     return attention_weights(logits, sinks)
+
+
+def packed(
+    texts: Sequence[Sequence[int]], queries: int, context: int
+) -> Iterator[list[Sequence[int]]]:
+    """Texts that are computed together in one row, because their weights fit in memory.
+
+    Args:
+        texts: Token ids.
+        queries: Query heads of a layer.
+        context: Tokens of the context that all of them follow.
+
+    """
+    some: list[Sequence[int]] = []
+    tokens = 0
+    for text in texts:
+        more = tokens + len(text)
+        if some and queries * more * (context + more) > ROWS:
+            yield some
+            some, more = [], len(text)
+        some.append(text)
+        tokens = more
+    if some:
+        yield some
+
+
+def positions_behind(context: int, lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    """[sum of lengths] positions of texts that each begin directly after the context."""
+    texts = [torch.arange(context, context + length, device=device) for length in lengths]
+    return torch.cat(texts)
 
 
 def apply(weights: torch.Tensor, values: torch.Tensor, own: torch.Tensor) -> torch.Tensor:

@@ -124,13 +124,15 @@ def probed(
         if options.prompts is None and options.samples is None:
             texts = texts[: SAMPLES[mine.layers * mine.kv_heads <= FEW_HEADS]]
         how = options.answers, options.prose, held_out, progress, options.least_answered
-        found = learn.learned(llm, config, mine.kv_heads, texts, *how)
+        found = learn.learned(llm, config, mine.kv_heads, texts, *how, options.seconds)
     finally:
         llm.llm_engine.engine_core.shutdown()
+    texts = texts[: found.taught.learned]
     lengths = [len(lesson.context) for lesson in texts]
     made = {
         "model": os.path.basename(str(engine_args.model).rstrip("/")),
         "prompts": len(texts) if options.prompts else f"{len(texts)} built-in",
+        "lessons": found.taught.to_json(),
         "digest": _digest(texts),
         "prose": options.prose,
         "tokens": [min(lengths), max(lengths)],

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_kvevict.cache.spec import is_evictable
+from vllm_kvevict.calibrate.attend import packed, positions_behind
 from vllm_kvevict.calibrate.layers import Layers, Pass
 from vllm_kvevict.calibrate.network import HEADS, Examples, Trained, trained
 from vllm_kvevict.calibrate.regression import (
@@ -34,6 +35,9 @@ from vllm_kvevict.worker.ranks import first_head, of_ranks, sum_of_ranks
 from vllm_kvevict.worker.rotary import find
 
 EXTENSION = "vllm_kvevict.calibrate.extension.CalibratingWorker"
+
+MOST_BYTES = 2**31
+"""Memory of a rank for the tokens that networks learn from."""
 
 
 class CalibratingWorker:
@@ -89,6 +93,8 @@ class CalibratingWorker:
             held: {name: [] for name in names} for held in (False, True)
         }
         self._kvevict_networks: dict[str, Network] = {}
+        self._kvevict_trained: dict[str, Trained] = {}
+        self._kvevict_random = torch.Generator().manual_seed(0)
         first = first_head(heads)
         return dict(problem=None, heads=heads, first=first, layers=len(names), head_size=size)
 
@@ -100,13 +106,16 @@ class CalibratingWorker:
 
     @torch.inference_mode()
     def kvevict_learn(
-        self, ids: Sequence[int], later: Sequence[Sequence[int]], held: bool | None
+        self, ids: Sequence[int], later: Sequence[Sequence[int]], held: bool | None, lessons: int
     ) -> None:
         """Count a context and the texts that follow it, each alone.
 
         The last of them is how the context goes on. ``held`` says whether networks are judged by
-        the context or learn from it; None if there are none.
+        the context or learn from it; None if there are none. Of each of so many ``lessons`` a part
+        of the tokens is held for the networks if all of them would take more than
+        :data:`MOST_BYTES`.
         """
+        self._kvevict_trained.clear()
         self.kvevict_context(ids)
         count = len(ids) - self._kvevict_recent
         most, single = self._kvevict_most(later, len(ids))
@@ -118,6 +127,10 @@ class CalibratingWorker:
                 self._kvevict_ridge[name].add(keys, worth)
             if held is not None:
                 example = Examples.of(keys, shares[:, :count], worth, seen[name])
+                layers = len(self._kvevict.evictable)
+                token = layers * len(worth) * (2 * (keys.shape[-1] + 1) + 8)
+                most_tokens = max(64, MOST_BYTES // (token * lessons))
+                example = example.thinned(most_tokens, self._kvevict_random)
                 self._kvevict_examples[held][name].append(example)
             both = torch.cat([x, seen[name][..., None]], dim=-1)
             self._kvevict_following[name].add(both, following(single[name])[:, :count])
@@ -148,18 +161,18 @@ class CalibratingWorker:
     def _kvevict_most(
         self, later: Sequence[Sequence[int]], start: int
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """[H, n] the highest attention that texts after the context give its tokens, by layer.
-
-        Of all of them, averaged over neighbours; and of the last, of each token alone.
-        """
+        """[H, n] the highest attention that texts after the context give its tokens, by layer: of
+        all of them, and of the last."""
         most: dict[str, torch.Tensor] = {}
-        for text in later:
-            with self._kvevict.doing(Pass(rows=1, most={})) as done:
-                self._kvevict_run(text, start, 1)
+        queries = self.vllm_config.model_config.get_num_attention_heads(
+            self.vllm_config.parallel_config
+        )
+        for texts in (*packed(later[:-1], queries, start), later[-1:]):
+            with self._kvevict.doing(Pass(rows=1, lengths=[*map(len, texts)], most={})) as done:
+                self._kvevict_run([token for text in texts for token in text], start, 1)
             for name, given in (done.most or {}).items():
                 most[name] = torch.maximum(most[name], given) if name in most else given
-        most, single = self._kvevict_of_ranks(most), self._kvevict_of_ranks(done.single)
-        return most, single
+        return self._kvevict_of_ranks(most), self._kvevict_of_ranks(done.most or {})
 
     def _kvevict_of_ranks(self, most: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The highest over ranks that share a head: each has some of its query heads."""
@@ -182,6 +195,13 @@ class CalibratingWorker:
             return torch.ones(values.shape[:2], device=values.device)
         return shares_of(values, sum_of_ranks) * self._kvevict_copies
 
+    def kvevict_judge(self, strength: float) -> torch.Tensor:
+        """[L, H, 2] held-out losses of ``network.Trained``, of networks of the lessons so far."""
+        names = self._kvevict.evictable
+        linears = {name: self._kvevict_ridge[name].solve(strength) for name in names}
+        self._kvevict_trained = self._kvevict_train(linears)
+        return torch.stack([self._kvevict_trained[name].loss for name in names]).cpu()
+
     def kvevict_solve(self, strength: float, window: float) -> dict[str, Any]:
         """Return what this rank's heads have learned, by the keys alone and joined with the window.
 
@@ -199,7 +219,9 @@ class CalibratingWorker:
         names = self._kvevict.evictable
         found: dict[str, list[torch.Tensor]] = {}
         linears = {name: self._kvevict_ridge[name].solve(strength) for name in names}
-        learned = self._kvevict_train(linears)
+        learned = self._kvevict_trained or self._kvevict_train(linears)
+        for judges in self._kvevict_examples[True].values():
+            judges.clear()
         for name in names:
             follows, linear = self._kvevict_following[name], linears[name]
             if network := learned.get(name):
@@ -245,8 +267,6 @@ class CalibratingWorker:
             linear = torch.cat([linears[name] for name in some])
             networks = trained(mine.x, mine.y, judges.x, judges.y, linear)
             found |= zip(some, networks.split(heads), strict=True)
-            for name in some:
-                held[name].clear()
         return found
 
     def kvevict_use(self, keys: torch.Tensor, joined: torch.Tensor) -> None:
@@ -368,9 +388,13 @@ class CalibratingWorker:
         return torch.stack([parts[self._kvevict_mine == head].flatten(0, 1) for head in mine])
 
     def _kvevict_run(self, ids: Sequence[int], start: int, rows: int) -> torch.Tensor:
-        """[rows * len(ids), hidden] of the model for rows of the same text from ``start`` on."""
+        """[rows * len(ids), hidden] of the model for rows of the same text from ``start`` on.
+
+        The text may be several of them, each from ``start`` on, if the pass says so.
+        """
         tokens = torch.tensor(list(ids), device=self.device).repeat(rows)
-        positions = torch.arange(start, start + len(ids), device=self.device).repeat(rows)
+        lengths = self._kvevict.lengths or [len(ids)]
+        positions = positions_behind(start, lengths, self.device).repeat(rows)
         if self.vllm_config.model_config.uses_mrope:
             positions = positions.expand(3, -1)
         with set_forward_context(None, self.vllm_config, num_tokens=len(tokens)):

@@ -1,6 +1,6 @@
 """The layers of a model in a worker, with calibrate's attention instead of vLLM's."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +9,6 @@ import torch
 from vllm.model_executor.layers.attention import MLAAttention
 
 from vllm_kvevict.calibrate.attend import Kind, apply, of_prompt, weights_behind
-from vllm_kvevict.calibrate.regression import KERNEL, neighbours
 
 
 @dataclass
@@ -31,17 +30,18 @@ class Pass:
 
     Args:
         rows: Rows of text after the context; 0 for the context itself, which is recorded.
+        lengths: Lengths of the texts in each row, each of which follows the context alone; None for
+            one text.
         keep: [R, H, n] bool of single layers, by name: what the rows see of the context.
-        most: By name, [H, n]: the highest attention that a query gave each token, averaged over
-            neighbours; filled if it is not None.
-        single: The same, not averaged; filled with it.
+        most: By name, [H, n]: the highest attention that a query gave each token; filled if it is
+            not None.
 
     """
 
     rows: int = 0
+    lengths: Sequence[int] | None = None
     keep: dict[str, torch.Tensor] = field(default_factory=dict)
     most: dict[str, torch.Tensor] | None = None
-    single: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Layers:
@@ -82,6 +82,11 @@ class Layers:
             yield what
         finally:
             self._pass = Pass()
+
+    @property
+    def lengths(self) -> Sequence[int] | None:
+        """Lengths of the texts in a row of the pass; None for one text."""
+        return self._pass.lengths
 
     def kind(self, name: str) -> Kind:
         """Return scale, soft cap, window and sinks of a layer's attention."""
@@ -144,9 +149,8 @@ class Layers:
             return of_prompt(q[0], k[0], v[0], kind)[None]
         context = self.context[name]
         keep = self._pass.keep.get(name)
-        weights = weights_behind(q, context.keys, k, kind, keep)
+        weights = weights_behind(q, context.keys, k, kind, keep, self._pass.lengths)
         if self._pass.most is not None and name in self.evictable:
             given = weights[..., : context.keys.shape[1]]
-            self._pass.most[name] = neighbours(given, KERNEL).amax((0, 2, 3))
-            self._pass.single[name] = given.amax((0, 2, 3))
+            self._pass.most[name] = given.amax((0, 2, 3))
         return apply(weights, context.values, v)

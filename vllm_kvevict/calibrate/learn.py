@@ -1,5 +1,6 @@
 """Learns a model's probes, shares out the budget under them, and says what answers lose."""
 
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from vllm_kvevict.calibrate.lessons import Lesson
 from vllm_kvevict.calibrate.options import CalibrateError
 from vllm_kvevict.calibrate.pace import sentence
 from vllm_kvevict.calibrate.regression import REST, spread_as
+from vllm_kvevict.calibrate.rounds import LEAST_LESSONS, Taught, elapsed, judges_of, teach
 from vllm_kvevict.config.budget import measured_part
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.names import CONFIG_KEY
@@ -38,9 +40,6 @@ question is in them."""
 
 STEPS = 128
 """Parts of a context at which it is measured what heads hold."""
-
-HELD = 6
-"""Networks are judged by every so many-th lesson; fewer lessons teach linear probes."""
 
 ASKED = 4
 """Contexts about which the full cache is asked first, and questions of a context by which the
@@ -73,6 +72,7 @@ class Learned:
     quality: dict[str, Any]
     seconds: dict[str, float]
     losses: tuple[float, ...]
+    taught: Taught
 
 
 class Model:
@@ -120,9 +120,14 @@ class Model:
         }
         return torch.stack([by_head[head] for head in sorted(by_head)], dim=1)
 
-    def learn(self, lesson: Lesson, held: bool | None = None) -> None:
+    def learn(self, lesson: Lesson, held: bool | None = None, lessons: int = 1) -> None:
         later = [later.ids for later in lesson.later]
-        self._all("kvevict_learn", lesson.context, later, held)
+        self._all("kvevict_learn", lesson.context, later, held, lessons)
+
+    def judge(self) -> float:
+        """Mean held-out error of networks that learn from the lessons so far."""
+        losses = self._whole(self._all("kvevict_judge", STRENGTH))
+        return float(losses[..., 1].mean())
 
     def captured(self, lesson: Lesson) -> torch.Tensor:
         """[L, H, STEPS] what heads hold of what a context's tokens are worth later."""
@@ -304,11 +309,13 @@ def learned(
     held_out: Sequence[Lesson],
     progress: Any,
     least: float,
+    limit: float = math.inf,
 ) -> Learned:
-    """Learn of all lessons, share out by the first ``answers``, judge by those held out.
+    """Learn of lessons, share out by the first ``answers``, judge by those held out.
 
     ``prose``: factor of the text that follows relative to what is asked. ``least``: share of
-    the questions about contexts held out that the full cache must answer.
+    the questions about contexts held out that the full cache must answer. ``limit``: seconds since
+    calibrate began in which all is expected to end.
     """
     clock, seconds = time.perf_counter(), {}
 
@@ -318,12 +325,15 @@ def learned(
 
     model = Model(llm, config.window, config.recent_tokens(config.policy), kv_heads)
     pace = quality.check(model, held_out[:ASKED], least)
-    judges = len(lessons) >= HELD
     cut_layers = model.layers if 1 < model.layers <= FEW_LAYERS else 0
+    judges = judges_of(len(lessons)) > 0
     parts = pace.parts(lessons, lessons[:answers], held_out, judges, cut_layers)
+    fewest = pace.parts(lessons[:LEAST_LESSONS], [], [], judges, 0)["probes"]
+    rest, trained = parts["shares"] + parts["quality"], pace.training(lessons, judges)
+    # Fewer lessons are learned if not all fit.
+    parts["probes"] = max(fewest, min(parts["probes"], limit - elapsed() - rest))
     print(sentence(parts), file=sys.stderr, flush=True)
-    for index, lesson in enumerate(progress(lessons, "probes")):
-        model.learn(lesson, index % HELD == HELD - 1 if judges else None)
+    taught = teach(model, lessons, limit - rest - trained, progress)
     weights = model.solve(prose)
     if not all(np.isfinite(array).all() for array in weights.arrays):
         raise CalibrateError("the probes are no numbers: give other --prompts or --documents")
@@ -335,7 +345,7 @@ def learned(
     measured_at = measured_part(config.budget)
     found = quality.measured(model, shares, measured_at, held_out, progress)
     lap("quality")
-    return Learned(weights, shares, each, found, seconds, model.losses)
+    return Learned(weights, shares, each, found, seconds, model.losses, taught)
 
 
 def extended(engine_args: Any) -> Any:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_kvevict.calibrate.documents import document
 from vllm_kvevict.calibrate.facts import draw, record
 from vllm_kvevict.calibrate.prompts import PromptsError, from_file
 from vllm_kvevict.calibrate.read_prompt import read_prompt
@@ -35,9 +36,16 @@ RECORDS = 2
 PLAIN = 0.35
 """Share of the answers in varied contexts that begin with the value, without an opening."""
 
-VARIED = 6
-"""Of so many contexts in a row, every second one is varied, and then of the next the others: any
-regular choice among contexts, as of those held out, has both kinds."""
+PLAIN_TEXT, DENSE, CODE = range(3)
+"""Kinds of contexts: facts in prose, documents in which everything is asked, facts in prose and
+code."""
+
+TURN, AFTER = (PLAIN_TEXT, DENSE, CODE, DENSE), 6
+"""Kinds of contexts in a row. After so many contexts the row moves by one, so that any regular
+choice among contexts, as of those held out, has all kinds."""
+
+QUESTIONS = 16
+"""Most questions about a document in which everything may be asked."""
 
 FOLLOWING = 80
 """Tokens of the prose that continues a context."""
@@ -160,8 +168,9 @@ def lessons(
         count: How many.
         length: Tokens of a context with a question and the chat template.
         seed: Contexts of other seeds have other facts at other places.
-        varied: Whether half of the contexts have code between the facts and records among them, and
-            answers without an opening.
+        varied: Whether half of the contexts are documents in which everything is asked, and a
+            quarter have code between the facts and records among them, and answers without an
+            opening.
 
     """
     chat = bool(getattr(tokenizer, "chat_template", None))
@@ -170,13 +179,57 @@ def lessons(
         return list(tokenizer.encode(text, add_special_tokens=False))
 
     code = source() if varied else []
-    return [
-        _lesson(
-            random.Random(f"{seed} {index}"), tokenizer, encode, paragraphs, length, chat,
-            code if (index + index // VARIED) % 2 else [],
-        )
-        for index in range(count)
-    ]  # fmt: skip
+    found = []
+    for index in range(count):
+        rng = random.Random(f"{seed} {index}")
+        kind = TURN[(index + index // AFTER) % len(TURN)] if varied else PLAIN_TEXT
+        if kind == DENSE:
+            found.append(_document(rng, index // 2, tokenizer, encode, length, chat))
+            continue
+        pieces = code if kind == CODE else []
+        found.append(_lesson(rng, tokenizer, encode, paragraphs, length, chat, pieces))
+    return found
+
+
+HEADS = (
+    "", "", "Here is a text.", "Attached you find what you asked for.", "Please keep this at hand:",
+    "This is the material:",
+)  # fmt: skip
+
+
+def _document(
+    rng: random.Random,
+    index: int,
+    tokenizer: Any,
+    encode: Callable[[str], list[int]],
+    length: int,
+    chat: bool,
+) -> Lesson:
+    """A document in which everything may be asked, and questions about some of it."""
+    room = max(32, length - ASIDE)
+    characters, seed = 2 * room, rng.random()
+    for _ in range(6):
+        made = document(random.Random(seed), index, characters)
+        tokens = len(encode(made.text))
+        if 0.8 * room <= tokens <= room:
+            break
+        characters = max(60, int(0.92 * characters * room / tokens))
+    head = rng.choice(HEADS)
+    text = f"{head}\n{made.text}" if head else made.text
+    found, context = [], []
+    for one in rng.sample(made.asked, min(QUESTIONS, len(made.asked))):
+        prompt = read_prompt(tokenizer, text, one.question, None, chat)
+        context = prompt.ids[: prompt.context]
+        begin = "" if rng.random() < PLAIN else one.begin
+        answer = encode(begin if chat or not begin else f" {begin}")
+        said = encode(f" {one.value}." if begin or not chat else f"{one.value}.")
+        question = prompt.ids[prompt.context :]
+        found.append(Later([*question, *answer, *said], len(said), len(question)))
+    # A document of this kind has no end: how it goes on is another of its kind.
+    more = document(random.Random(f"{seed} more"), index, 4 * FOLLOWING)
+    goes_on = encode(f"\n{more.text}")[:FOLLOWING]
+    found.append(Later(goes_on, len(goes_on) - 1))
+    return Lesson(context, found)
 
 
 def _lesson(

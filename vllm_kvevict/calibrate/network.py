@@ -18,6 +18,12 @@ SEEDS = 2
 STEPS, BATCH, RATE = 400, 512, 3e-3
 DECAY, DROPOUT = 1e-2, 0.1
 
+PASSES, MOST_STEPS = 7, 2000
+"""Times that each token is learned from, in at least :data:`STEPS` and at most so many steps."""
+
+CHUNK = 8192
+"""Tokens whose features are in float32 at once."""
+
 EVERY = 25
 """Steps between measurements of the held-out loss."""
 
@@ -51,6 +57,14 @@ class Examples:
         """Tokens from keys with their norms and 1 [H, n, D + 2], and shares [H, n]."""
         logs = shares.clamp(min=LEAST).log()
         return cls(torch.cat([keys[..., :-1], logs[..., None]], -1).half(), y.float(), seen)
+
+    def thinned(self, count: int, rng: torch.Generator) -> "Examples":
+        """At most ``count`` of the tokens, drawn at random."""
+        tokens = self.y.shape[1]
+        if tokens <= count:
+            return self
+        some = torch.randperm(tokens, generator=rng)[:count].to(self.y.device)
+        return Examples(self.x[:, some], self.y[:, some], self.seen[:, some])
 
     @classmethod
     def joined(cls, parts: Sequence["Examples"]) -> "Examples":
@@ -145,8 +159,10 @@ def _trained(
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(device)
 
+    steps = min(max(STEPS, PASSES * tokens // BATCH), MOST_STEPS)
     mean = x.mean(1, keepdim=True, dtype=torch.float32)
-    scale = (x.float() - mean).square_().mean(1, keepdim=True).sqrt_()
+    squares = [(some.float() - mean).square_().sum(1, keepdim=True) for some in x.split(CHUNK, 1)]
+    scale = torch.stack(squares).sum(0).div_(tokens).sqrt_()
     # A feature that never changes says nothing; a column of zeros has no gradient.
     scale[scale < 1e-6 * (1 + mean.abs())] = torch.inf
     y_mean, y_scale = y.mean(1, keepdim=True), y.std(1, keepdim=True).clamp(min=1e-6)
@@ -196,8 +212,8 @@ def _trained(
         first = judge()[:, 0]
         line.copy_(out)
     optimizer = torch.optim.AdamW(weights, RATE, weight_decay=DECAY, fused=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=STEPS)
-    for count in range(1, STEPS + 1):
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps)
+    for count in range(1, steps + 1):
         at = torch.randint(0, tokens, (BATCH,), generator=generator).to(device)
         batch = (x[:, at].float() - mean) / scale
         target = ((y[:, at] - y_mean) / y_scale)[..., None]

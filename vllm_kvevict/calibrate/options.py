@@ -1,6 +1,7 @@
 """The command line: our options, vLLM's engine arguments and the ``--kv-eviction`` flags."""
 
 import argparse
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ class Options:
     as the model needs). Their prose is that of ``documents`` if there are some. ``answers`` is the
     number of texts by which the shares of heads are measured, ``prose`` the weight of the text that
     follows in comparison with what is asked.
-    ``least_answered`` is the share of questions that the full cache must answer.
+    ``least_answered`` is the share of questions that the full cache must answer, and ``seconds``
+    is the time in which all is expected to end.
     """
 
     output: Path | None
@@ -38,6 +40,7 @@ class Options:
     answers: int = 6
     prose: float = PROSE
     least_answered: float = LEAST_ANSWERED
+    seconds: float = math.inf
 
 
 def parse(argv: list[str]) -> tuple[Options, Any]:
@@ -63,7 +66,7 @@ def parse(argv: list[str]) -> tuple[Options, Any]:
     args = _parser().parse_args(argv)
     options = Options(
         args.output, args.prompts, args.samples, args.length, tuple(args.documents),
-        args.answers, args.prose, args.least_answered,
+        args.answers, args.prose, args.least_answered, args.seconds,
     )  # fmt: skip
     if args.pipeline_parallel_size > 1:
         raise CalibrateError("calibrate runs on one pipeline stage: drop --pipeline-parallel-size")
@@ -72,6 +75,8 @@ def parse(argv: list[str]) -> tuple[Options, Any]:
         raise CalibrateError(
             "--samples and --answers must be at least 1, and --length at least 64 tokens"
         )
+    if not options.seconds > 0:
+        raise CalibrateError(f"--seconds must be a number above 0, not {options.seconds}")
     if not 0 <= options.prose <= MOST_PROSE:
         raise CalibrateError(
             f"--prose must be a number from 0 to {MOST_PROSE}, not {options.prose}"
@@ -138,8 +143,9 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--samples",
         type=int,
-        help="Texts of the built-in set (default: 30, or 60 for a model with few KV heads, which "
-        "each see little of a text; 12 without probe).",
+        help="Most texts of the built-in set (default: 30, or 60 for a model with few KV heads, "
+        "which each see little of a text; 12 without probe). Of several hundreds so many are "
+        "learned from as lower the error on others.",
     )
     group.add_argument(
         "--answers", type=int, default=6, help="Texts by which heads are measured under probe."
@@ -159,6 +165,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SHARE",
         help="Of the questions about built-in texts, which the full cache must answer under probe: "
         "a model that answers fewer gets no profile.",
+    )
+    group.add_argument(
+        "--seconds",
+        type=float,
+        default=math.inf,
+        metavar="SECONDS",
+        help="Time in which the command is expected to end under probe: fewer texts are learned "
+        "from if not all fit.",
     )
     group.add_argument("--length", type=int, default=1400, help="Their length in tokens.")
     EngineArgs.add_cli_args(parser)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_kvevict.calibrate.lessons import Lesson
+from vllm_kvevict.calibrate.rounds import FIRST
 
 SCORED = 0.3
 """Time in which a context is scored and learned from, relative to its forward pass."""
@@ -71,7 +72,7 @@ class Pace:
             return contexts * self._of_context(lesson) + texts * self._of_text() * tokens
 
         learned = (1 + SCORED, OF_LESSON)
-        trained = TRAINED * sum(map(self._of_context, lessons)) / len(lessons) if networks else 0.0
+        trained = self.training(lessons, networks)
         # Of a lesson's texts about two thirds are asked, in a row for each layer and two more.
         effects = (1, (cut_layers + 2) * 2 / 3) if cut_layers else (0, 0)
         return {
@@ -79,6 +80,15 @@ class Pace:
             "shares": sum(seconds(one, *learned) + seconds(one, *effects) for one in answers),
             "quality": sum(seconds(one, CONTEXTS, TEXTS) for one in held_out),
         }
+
+    def training(self, lessons: Sequence[Lesson], networks: bool) -> float:
+        """Return the expected seconds in which networks of these lessons are trained."""
+        if not networks:
+            return 0.0
+        contexts = sum(map(self._of_context, lessons))
+        # Many lessons take more steps, and are trained of after each doubling, too.
+        checks = 2 if len(lessons) > FIRST else 1
+        return checks * TRAINED * contexts / min(len(lessons), FIRST)
 
     def _of_context(self, lesson: Lesson) -> float:
         return self.context_s / max(1, self.context_tokens) * len(lesson.context)

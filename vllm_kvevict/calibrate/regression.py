@@ -13,8 +13,11 @@ from vllm_kvevict.ops.torch.value_shares import value_shares
 LEAST = 1e-6
 """Smallest argument of a logarithm."""
 
-KERNEL, REACH = 5, 17
-"""Neighbours for the average of attention, as in ``defensive``, and for the maximum in a target."""
+KERNEL = 5
+"""Neighbours over which the window's weights are averaged, as in ``defensive``."""
+
+NEAR = 1
+"""Neighbours over which a target is averaged."""
 
 Sum = Callable[[torch.Tensor], torch.Tensor]
 
@@ -23,12 +26,6 @@ def neighbours(weights: torch.Tensor, kernel: int) -> torch.Tensor:
     """[..., N] average over ``kernel`` neighbours; beyond the ends stand zeros."""
     flat = weights.flatten(0, -2)[:, None]
     return functional.avg_pool1d(flat, kernel, 1, kernel // 2).view(weights.shape)
-
-
-def reached(scores: torch.Tensor) -> torch.Tensor:
-    """[..., N] the highest of :data:`REACH` neighbours."""
-    flat = scores.flatten(0, -2)[:, None]
-    return functional.max_pool1d(flat, REACH, 1, REACH // 2).view(scores.shape)
 
 
 def shares_of(values: torch.Tensor, sum_of_ranks: Sum) -> torch.Tensor:
@@ -40,15 +37,14 @@ def target(most: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
     """Return the target of a probe: the logarithm of what a token will be worth.
 
     Args:
-        most: [H, N] the highest attention that a later query gave each token, averaged over
-            :data:`KERNEL` neighbours first.
+        most: [H, N] the highest attention that a later query gave each token.
         shares: [H, N] the head's share of the norms of the token's values.
 
     Returns:
         [H, N] float32.
 
     """
-    return reached(most * shares).add(LEAST).log()
+    return neighbours(most * shares, NEAR).add(LEAST).log()
 
 
 def following(single: torch.Tensor) -> torch.Tensor:

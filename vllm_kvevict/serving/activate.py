@@ -20,7 +20,7 @@ from vllm_kvevict.serving.connectors import serve_connector, with_one_group
 from vllm_kvevict.serving.few_bits import with_store_dtype
 from vllm_kvevict.serving.loss import resolved
 from vllm_kvevict.serving.offload import without_prefix_cache
-from vllm_kvevict.serving.profile import check_learned, load, warn_of_related
+from vllm_kvevict.serving.profile import check_learned, load, warn_of_few_lessons, warn_of_related
 from vllm_kvevict.serving.recommend import is_parent, recommended
 from vllm_kvevict.serving.support import check
 from vllm_kvevict.stores.folder import check_folder
@@ -172,6 +172,7 @@ def _report(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
         logger.warning("%s.", warning)
     if isinstance(config.profile, Profile):
         warn_of_related(config.profile, vllm_config)
+        warn_of_few_lessons(config.profile, vllm_config)
         if (file := config.profile.probe) is not None:
             logger.info("KV eviction: the profile is %s (SHA-256 %s).", file.file, file.sha256)
     slots = ring_slots(vllm_config, config)

@@ -49,6 +49,9 @@ PART = re.compile(r"(\w+) (\d+) s")
 
 BAR = re.compile(r"([\w ]+):\s+\d+%\|.*\| (\d+)/(\d+) \[")
 
+USED = 0.9
+"""Part of the limit that calibrate plans for."""
+
 EARLY = 0.05
 """Part of the work after which the expected time is compared with the limit."""
 
@@ -287,6 +290,8 @@ def _calibrate(words: list[str], by_hand: str, limit: float, failure: FailureFil
         by_hand,
     )
     started = time.monotonic()
+    # The rest of the time is for what takes longer than expected.
+    words = [*words, "--seconds", f"{USED * limit:g}"]
     status, last, progress = _run([sys.executable, "-m", "vllm_kvevict.calibrate", *words], limit)
     seconds = time.monotonic() - started
     if status == 0:

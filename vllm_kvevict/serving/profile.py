@@ -102,6 +102,20 @@ def warn_of_related(profile: Profile, vllm_config: "VllmConfig") -> None:
         )
 
 
+def warn_of_few_lessons(profile: Profile, vllm_config: "VllmConfig") -> None:
+    """Log a warning if a profile was learned from fewer texts than it should, for lack of time."""
+    lessons = profile.made.get("lessons")
+    if isinstance(lessons, dict) and lessons.get("stopped") == "time":
+        logger.warning(
+            "KV eviction: the profile was learned from %s of %s texts, because the time for "
+            "calibrate was up. Answers may lose more than with all of them; "
+            "vllm-kvevict calibrate %s, without --seconds, makes a profile of all.",
+            lessons.get("learned"),
+            lessons.get("planned"),
+            vllm_config.model_config.model,
+        )
+
+
 def read(path: Path) -> Profile:
     """Read a profile; its probes stay in the file.
 

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_kvevict.calibrate import learn, quality
+from vllm_kvevict.calibrate import BEGAN, learn, quality
 from vllm_kvevict.calibrate.lessons import Later, Lesson
 from vllm_kvevict.calibrate.pace import OF_LESSON, SCORED, TRAINED, sentence
+from vllm_kvevict.calibrate.rounds import LEAST_LESSONS
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.serving.calibrate import ESTIMATE
 
@@ -42,12 +43,16 @@ class Model:
         self._take(CONTEXT_S * len(lesson.context) * (1 + SCORED))
         self._take(OF_LESSON * TEXT_S * sum(len(one.ids) for one in lesson.later))
 
-    def learn(self, lesson: Lesson, held: bool | None = None) -> None:
+    def learn(self, lesson: Lesson, held: bool | None = None, lessons: int = 1) -> None:
         self._lesson(lesson)
 
     def captured(self, lesson: Lesson) -> torch.Tensor:
         self._lesson(lesson)
         return torch.linspace(0, 1, 128).expand(self.layers, 2, 128)
+
+    def judge(self) -> float:
+        self._take(TRAINED * CONTEXT_S * 1300)
+        return 0.7
 
     def solve(self, prose: float) -> Any:
         self._take(TRAINED * CONTEXT_S * 1300)
@@ -87,6 +92,33 @@ def test_it_is_the_time_of_what_is_run(
     assert said is not None
     # Real ones differ: machines scale otherwise with rows and tokens.
     assert int(said[1]) == pytest.approx(taken, rel=0.15)
+
+
+def test_fewer_lessons_are_learned_if_not_all_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """All ends in the time that was given, and the estimate says so."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: BEGAN + now[0])
+    monkeypatch.setattr(learn, "Model", lambda *_: Model(30, now))
+    config = EvictionConfig.parse(dict(policy="probe", budget="12.5%"))
+    assert config is not None
+    texts, held_out = [lesson(i) for i in range(60)], [lesson(i) for i in range(8)]
+    how = config, 2, texts, 6, 1.0, held_out, lambda items, _: items, 0.5
+    counts = []
+    for limit in (1e9, 1700, 1300, 100):
+        now[0] = 0.0
+        taught = learn.learned(None, *how, limit).taught
+        estimate = ESTIMATE.search(capsys.readouterr().err)
+        assert estimate is not None
+        counts.append(taught.learned)
+        assert taught.stopped == ("time" if taught.learned < 60 else None)
+        if taught.learned > LEAST_LESSONS:
+            assert now[0] < limit and int(estimate[1]) <= limit
+        else:
+            assert int(estimate[1]) > limit, "the server ends it"
+    assert counts[0] == 60 and counts[0] > counts[1] > counts[2] > counts[3] == LEAST_LESSONS
 
 
 def test_texts_without_questions_have_a_pace() -> None:

@@ -246,6 +246,8 @@ def test_auto_measures_a_model_without_a_profile(
         assert (found.policy, found.budget) == ("probe", "12.5%")
     ((command, limit),) = commands
     assert command[2] == "vllm_kvevict.calibrate" and limit == 77
+    # It plans for less than the limit, and learns from as much as fits.
+    assert float(command[command.index("--seconds") + 1]) == pytest.approx(0.9 * 77)
     said = [r.getMessage() for r in records if r.name == "vllm.kv_eviction.calibrate"]
     assert (
         "at most 77 s" in said[0] and "none skips it" in said[0] and "was calibrated in" in said[1]
@@ -353,6 +355,20 @@ def test_a_related_models_profile_is_second_best(
     assert len(runs) == related
     warned = [r.getMessage() for r in records if "may be another model's" in r.msg]
     assert len(warned) == related
+
+
+@pytest.mark.parametrize("stopped", [None, "error", "time"])
+def test_a_profile_that_had_too_little_time_is_used_with_a_warning(
+    build: Any, nothing_ships: Path, records: Any, stopped: str | None
+) -> None:
+    file = write(build, nothing_ships / "a.json")
+    value = json.loads(file.read_text())
+    value["made"] = dict(lessons=dict(planned=60, learned=20, stopped=stopped, errors=[]))
+    file.write_text(json.dumps(value))
+    assert settled(build(AUTO)).policy == "probe"
+    warned = [r.getMessage() for r in records if "learned from 20 of 60 texts" in r.getMessage()]
+    assert len(warned) == (stopped == "time")
+    assert all("vllm-kvevict calibrate" in line for line in warned)
 
 
 def slow(bars: list[str], sleep: float) -> list[str]:
