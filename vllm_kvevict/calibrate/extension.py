@@ -161,8 +161,10 @@ class CalibratingWorker:
     def _kvevict_most(
         self, later: Sequence[Sequence[int]], start: int
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """[H, n] the highest attention that texts after the context give its tokens, by layer: of
-        all of them, and of the last."""
+        """[H, n] the highest attention that texts after the context give its tokens, by layer.
+
+        Of all of them, averaged over neighbours; and of the last, of each token alone.
+        """
         most: dict[str, torch.Tensor] = {}
         queries = self.vllm_config.model_config.get_num_attention_heads(
             self.vllm_config.parallel_config
@@ -172,7 +174,7 @@ class CalibratingWorker:
                 self._kvevict_run([token for text in texts for token in text], start, 1)
             for name, given in (done.most or {}).items():
                 most[name] = torch.maximum(most[name], given) if name in most else given
-        return self._kvevict_of_ranks(most), self._kvevict_of_ranks(done.most or {})
+        return self._kvevict_of_ranks(most), self._kvevict_of_ranks(done.single)
 
     def _kvevict_of_ranks(self, most: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The highest over ranks that share a head: each has some of its query heads."""

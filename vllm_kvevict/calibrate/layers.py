@@ -9,6 +9,9 @@ import torch
 from vllm.model_executor.layers.attention import MLAAttention
 
 from vllm_kvevict.calibrate.attend import Kind, apply, of_prompt, weights_behind
+from vllm_kvevict.calibrate.regression import KERNEL
+from vllm_kvevict.ops.torch.buffers import Buffers
+from vllm_kvevict.ops.torch.defensive import highest_sums
 
 
 @dataclass
@@ -33,8 +36,9 @@ class Pass:
         lengths: Lengths of the texts in each row, each of which follows the context alone; None for
             one text.
         keep: [R, H, n] bool of single layers, by name: what the rows see of the context.
-        most: By name, [H, n]: the highest attention that a query gave each token; filled if it is
-            not None.
+        most: By name, [H, n]: the highest attention that a query gave each token, averaged over
+            neighbours; filled if it is not None.
+        single: The same, not averaged; filled with it.
 
     """
 
@@ -42,6 +46,7 @@ class Pass:
     lengths: Sequence[int] | None = None
     keep: dict[str, torch.Tensor] = field(default_factory=dict)
     most: dict[str, torch.Tensor] | None = None
+    single: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Layers:
@@ -151,6 +156,7 @@ class Layers:
         keep = self._pass.keep.get(name)
         weights = weights_behind(q, context.keys, k, kind, keep, self._pass.lengths)
         if self._pass.most is not None and name in self.evictable:
-            given = weights[..., : context.keys.shape[1]]
-            self._pass.most[name] = given.amax((0, 2, 3))
+            given = weights[0, ..., : context.keys.shape[1]].flatten(1, 2)
+            self._pass.single[name] = given.amax(1)
+            self._pass.most[name] = highest_sums(given, KERNEL, Buffers()) / KERNEL
         return apply(weights, context.values, v)

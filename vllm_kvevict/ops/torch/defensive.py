@@ -50,7 +50,7 @@ def window_peaks(candidates: Candidates, kernel: int, before: int, after: int) -
     columns = max(before_window, candidates.num_candidates)
     peaks = torch.zeros(candidates.num_heads, columns, device=candidates.valid.device)
     for heads, _, weights in window_weights(candidates):
-        highest = _highest_sums(weights[..., :columns], kernel, candidates.buffers)
+        highest = highest_sums(weights[..., :columns], kernel, candidates.buffers)
         torch.maximum(peaks[heads], highest, out=peaks[heads])
     valid = candidates.valid[:, :columns]
     peaks = (peaks / kernel).masked_fill(~valid, 0.0)
@@ -75,7 +75,7 @@ def covered(peaks: torch.Tensor, before: int, after: int) -> torch.Tensor:
     return functional.max_pool1d(padded, before + after + 1, stride=1)
 
 
-def _highest_sums(weights: torch.Tensor, kernel: int, buffers: Buffers) -> torch.Tensor:
+def highest_sums(weights: torch.Tensor, kernel: int, buffers: Buffers) -> torch.Tensor:
     """Return the highest sum [h, N] over ``kernel`` neighbours in any of the rows [h, rows, N].
 
     Neighbours beyond the ends count as zeros.
