@@ -146,9 +146,10 @@ def test_what_is_lost_is_what_masks_lose(tiny_model_kv4, monkeypatch):
         # What a random model attends to carries over to no other text.
         model.learn(lesson, held=False)
         model.learn(lesson, held=True)
+        judged = model.judge()
         weights = model.solve(PROSE)
         linear, trained = model.losses
-        assert trained < linear
+        assert trained < linear and judged == pytest.approx(trained)
         model.use(0.25, n)
         model.hold(context)
         by_keys = model.scores(joined=False).double()

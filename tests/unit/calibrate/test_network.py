@@ -61,6 +61,18 @@ def test_a_feature_that_never_changes_is_no_obstacle() -> None:
     assert (of_network < 0.2).all()
 
 
+def test_a_part_of_the_tokens_stands_for_all() -> None:
+    """Features and targets of a token stay together, in all heads."""
+    some, _ = tokens(3, lambda keys, shares: keys[..., 0])
+    few = some.thinned(100, torch.Generator().manual_seed(0))
+    assert few.x.shape[1] == few.y.shape[1] == few.seen.shape[1] == 100
+    at = [(some.y[0] == y).nonzero()[0, 0] for y in few.y[0]]
+    assert len(set(map(int, at))) == 100
+    for name in ("x", "y"):
+        torch.testing.assert_close(getattr(few, name), getattr(some, name)[:, torch.stack(at)])
+    assert some.thinned(TOKENS, torch.Generator()) is some
+
+
 def test_layers_that_are_trained_together_keep_their_own_networks() -> None:
     worths = (
         lambda keys, shares: 2 * (keys[..., 0] - 5).abs(),
