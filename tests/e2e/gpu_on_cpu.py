@@ -18,6 +18,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from tests.e2e.paged import flash_attn_varlen_func, reshape_and_cache_flash
 from tests.e2e.replayed import Layer, Steps
 from tests.efficient import efficient_attention_forward
+from vllm_kvevict.attention.gpu_step import EvictingBuilderMixin
 from vllm_kvevict.worker.gpu import BACKENDS, EvictingWorker
 
 FREE = 2**36
@@ -54,7 +55,7 @@ class Worker(EvictingWorker, CPUWorker):
 
     def _bind(self, worker: Any) -> None:
         super()._bind(worker)
-        if self._kernel() == "xformers":
+        if self._kernel() == "xformers" or EvictingBuilderMixin.extends:
             return
         longest = self.model_config.max_model_len
         self.steps = []

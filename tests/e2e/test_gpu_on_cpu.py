@@ -28,6 +28,27 @@ LAUNCHES = {
 }
 
 
+def ran(kernel, runner, script, *arguments):
+    environment = dict(
+        os.environ,
+        TRITON_INTERPRET="1",
+        PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests" / "triton_cpu")]),
+        KVEVICT_TEST_STOCK="FLASH_ATTN",
+        KVEVICT_TEST_KERNEL=kernel,
+        VLLM_USE_V2_MODEL_RUNNER=runner,
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", script, *arguments],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 EVERY_NIGHT = (("flash", "1"), ("triton", "0"), ("triton", "1"))
 
 
@@ -38,24 +59,7 @@ EVERY_NIGHT = (("flash", "1"), ("triton", "0"), ("triton", "1"))
 def test_tokens_equal_the_oracle(kernel, runner):
     # Interpreting takes its time for each layer.
     model = cached_tiny_llama(layers=2, kv_heads=2)
-    environment = dict(
-        os.environ,
-        TRITON_INTERPRET="1",
-        PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests" / "triton_cpu")]),
-        KVEVICT_TEST_STOCK="FLASH_ATTN",
-        KVEVICT_TEST_KERNEL=kernel,
-        VLLM_USE_V2_MODEL_RUNNER=runner,
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.gpu_script", str(model)],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = ran(kernel, runner, "tests.e2e.gpu_script", str(model))
     assert result["runner"] == RUNNERS[runner]
     assert result["builder"] == "EvictingFlashMetadataBuilder"
     assert result["kernel"] == kernel
@@ -68,3 +72,25 @@ def test_tokens_equal_the_oracle(kernel, runner):
     assert result["evictions_on_worker"] == result["evictions"] >= 5
     assert result["evictions_decode"] >= 2
     assert result["blocks_leaked"] == 0
+
+
+@pytest.mark.parametrize(
+    ("kernel", "runner", "store_dtype"),
+    [
+        ("triton", "0", "auto"),
+        pytest.param("flash", "1", "auto", marks=pytest.mark.nightly),
+        pytest.param("triton", "1", "int8", marks=pytest.mark.nightly),
+    ],
+)
+def test_policies_that_extend_attention_keep_what_the_cpu_keeps(kernel, runner, store_dtype):
+    """h2o, ada-h2o and subgen-stream, with requests of other policies in the same batches."""
+    model = cached_tiny_llama(layers=2, kv_heads=2, head_dim=64 if store_dtype == "int8" else 32)
+    result = ran(kernel, runner, "tests.e2e.gpu_every_query_script", str(model), store_dtype)
+    cpu, gpu = result["cpu"], result["gpu"]
+    assert "Flash" in gpu.pop("builder") and "CPU" in cpu.pop("builder")
+    assert result["same_tokens"] and result["same_positions"]
+    assert cpu == gpu
+    assert gpu["evictions_on_worker"] == gpu["evictions"] >= (6 if store_dtype == "auto" else 4)
+    assert gpu["blocks_leaked"] == 0
+    if store_dtype == "auto":
+        assert gpu["agreed"] == gpu["total"] == 108 > gpu["full_attention_agreed"]

@@ -1,5 +1,6 @@
 """Interface between the attention backend of a KV-cache group and the worker's eviction state."""
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -65,6 +66,11 @@ class GroupBinding:
         """True if any policy of the server needs the observation rings."""
         return self._worker.rings is not None
 
+    @property
+    def extensions(self) -> list[AttentionExtension]:
+        """The extensions of attention of the server's policies."""
+        return self._worker.extensions
+
     def ring_slots(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
         """Return the ring slots [R] int64 on the host, -1 for none; None if all have none."""
         return self._worker.batch_rings(common)
@@ -77,21 +83,31 @@ class GroupBinding:
         window = self.state.rule.window
         return observe_index(common.query_start_loc, common.seq_lens, ring, window, self._beyond)
 
-    def extended(self, common: CommonAttentionMetadata) -> list[Extended]:
-        """Return the extensions that run requests of this step, with the batch of each."""
+    def extension_requests(
+        self, common: CommonAttentionMetadata
+    ) -> Iterator[tuple[AttentionExtension, torch.Tensor, torch.Tensor]]:
+        """Yield each extension that runs requests of this step.
+
+        Yields:
+            The extension, and the state rows [K] int64 and batch indices [K] int64 of its requests.
+
+        """
         rows = self._worker.batch_rows(common)
-        if rows is None:
-            return []
-        extended: list[Extended] = []
-        for extension in self._worker.extensions:
+        for extension in self.extensions if rows is not None else ():
             requests = self._worker.batch_accumulating(common)
             if extension.replaces:
                 weighted = self.state.evicted[rows] & self.state.weighted[rows]
                 requests = weighted.nonzero().flatten()
             if requests is not None and len(requests):
-                batch = extension.build(common, self.state, rows[requests], requests)
-                extended.append((extension, batch))
-        return extended
+                assert rows is not None
+                yield extension, rows[requests], requests
+
+    def extended(self, common: CommonAttentionMetadata) -> list[Extended]:
+        """Return the extensions that run requests of this step, with the batch of each."""
+        return [
+            (extension, extension.build(common, self.state, rows, requests))
+            for extension, rows, requests in self.extension_requests(common)
+        ]
 
     def scores(self, layer_name: str) -> bool:
         """Return True if a layer's queries are scored: the layer owns its cache."""

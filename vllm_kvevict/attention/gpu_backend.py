@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from vllm_kvevict.attention.gpu_buffers import GroupBuffers
+from vllm_kvevict.attention.gpu_extensions import extend_attention
 from vllm_kvevict.attention.gpu_step import EvictingMetadata
 from vllm_kvevict.attention.sequences import Decode, Extend, Recording
 from vllm_kvevict.attention.triton_decode import decode
@@ -14,7 +14,6 @@ from vllm_kvevict.attention.unpacked import unpacked
 from vllm_kvevict.ops.fp8 import FP8
 from vllm_kvevict.ops.triton.decode import Ring
 from vllm_kvevict.ops.triton.observe import observe_tokens
-from vllm_kvevict.ops.triton.page_table import write_page_table
 
 
 class EvictingBackendMixin:
@@ -146,6 +145,9 @@ class EvictingImplMixin:
             self._extend(layer, query, kv_cache, metadata, metadata.single, output)
         if metadata.extend is not None:
             self._extend(layer, query, kv_cache, metadata, metadata.extend, output)
+        for extended in metadata.extended:
+            cache = metadata.binding.cache(name)
+            extend_attention(extended, metadata.buffers, cache, name, query, kv_cache, output)
         return output
 
     def _decode(
@@ -177,7 +179,7 @@ class EvictingImplMixin:
         requests, size = len(step.rows), query.shape[2]
         sequences = requests * buffers.state.num_heads
         table = buffers.scratch.table[:sequences]
-        self._write_table(step, buffers, index, table, query, ring)
+        buffers.write_table(step, index, table, query, ring)
         sinks = self._sinks()
         self.attend_pages(
             layer,
@@ -208,7 +210,7 @@ class EvictingImplMixin:
             for part, pages in unpacked(kv_cache, step, buffers, index):
                 self._attend_extended(layer, query, pages, metadata, part, output)
             return
-        self._write_table(step, buffers, index, step.table)
+        buffers.write_table(step, index, step.table)
         self._attend_extended(layer, query, kv_cache, metadata, step, output)
 
     def _attend_extended(
@@ -284,31 +286,6 @@ class EvictingImplMixin:
         if self.sinks is None:
             return None
         return self.sinks.float().view(self.num_kv_heads, -1)
-
-    def _write_table(
-        self,
-        step: Decode | Extend,
-        buffers: GroupBuffers,
-        index: int,
-        table: torch.Tensor,
-        query: torch.Tensor | None = None,
-        ring: Ring | None = None,
-    ) -> None:
-        state = buffers.state
-        write_page_table(
-            step.rows,
-            step.places,
-            state.tail_start,
-            state.stores,
-            state.head_indptr[index],
-            step.block_table,
-            step.lengths[index],
-            table,
-            state.rule.block_size,
-            state.rule.page_tokens,
-            query,
-            ring,
-        )
 
 
 def head_pages(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,6 +15,8 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm_kvevict.attention.scratch import BEFORE_SEQUENCE, MIN_SLICE, Scratch
 from vllm_kvevict.attention.sequences import Decode, Extend, Recording
 from vllm_kvevict.cache.state import GroupState
+from vllm_kvevict.ops.triton.decode import Ring
+from vllm_kvevict.ops.triton.page_table import write_page_table
 from vllm_kvevict.ops.triton.slices import Slices, head_lengths, plan_slices
 from vllm_kvevict.rules.rule import blocks_for
 
@@ -139,7 +141,7 @@ class GroupBuffers:
     def extend(
         self, common: CommonAttentionMetadata, rows: torch.Tensor, places: torch.Tensor
     ) -> Extend:
-        """Lay out evicted requests of a mixed batch with any number of query tokens.
+        """Lay out requests of a batch with any number of query tokens, evicted or not.
 
         Args:
             common: vLLM's metadata.
@@ -199,11 +201,45 @@ class GroupBuffers:
         self, common: CommonAttentionMetadata, rows: torch.Tensor, places: torch.Tensor
     ) -> int:
         """Return an upper bound of the cached tokens of each head, computed on the host."""
-        shorter = self.state.shorter[rows]
+        shorter = self.state.shorter[rows] * self.state.evicted[rows]
         bounds = common.seq_lens_cpu_upper_bound
         if bounds is None:
             return common.max_seq_len - int(shorter.min())
         return int((bounds[places].long() - shorter).max())
+
+    def write_table(
+        self,
+        step: Decode | Extend,
+        layer: int,
+        table: torch.Tensor,
+        query: torch.Tensor | None = None,
+        ring: Ring | None = None,
+    ) -> None:
+        """Write the pages of a step's sequences in one layer, and record its queries.
+
+        Args:
+            step: The requests.
+            layer: Index of the layer in its group.
+            table: [>= R * H, V] int32.
+            query: [>= R, query heads, D] single queries, read only if there is a ring.
+            ring: Ring entries to which the queries are written; None for none.
+
+        """
+        state = self.state
+        write_page_table(
+            step.rows,
+            step.places,
+            state.tail_start,
+            state.stores,
+            state.head_indptr[layer],
+            step.block_table,
+            step.lengths[layer],
+            table,
+            state.rule.block_size,
+            state.rule.page_tokens,
+            query,
+            ring,
+        )
 
     def measure(self, decode: Decode, seq_lens: torch.Tensor) -> None:
         """Compute the slices of all layers for the Triton decode kernel, else their lengths."""

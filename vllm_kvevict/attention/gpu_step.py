@@ -1,8 +1,8 @@
 """Attention metadata of a step on a GPU, built once for all layers of a group."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
@@ -10,6 +10,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 from vllm_kvevict.attention.binding import GroupBinding
 from vllm_kvevict.attention.choice import kernel_asked
 from vllm_kvevict.attention.gpu_buffers import GroupBuffers
+from vllm_kvevict.attention.gpu_extensions import Extended, extended_requests
 from vllm_kvevict.attention.kernels import OPTIONAL
 from vllm_kvevict.attention.sequences import Decode, Extend, Recording
 
@@ -19,9 +20,10 @@ class EvictingMetadata:
     """Metadata of a step of a group that evicts.
 
     ``stock`` is vLLM's metadata, in which evicted requests have length 0; its results for their
-    tokens are overwritten. A decode step has only ``decode``, for all requests, so that one graph
-    runs them whether or not they are evicted. Optional kernels, which do not run in FULL graphs,
-    use ``single`` instead for evicted requests with one query token.
+    tokens are overwritten. ``extended`` are requests that extensions of attention run, in addition
+    or instead. A decode step has only ``decode``, for all other requests, so that one graph runs
+    them whether or not they are evicted. Optional kernels, which do not run in FULL graphs, use
+    ``single`` instead for evicted requests with one query token.
     """
 
     binding: GroupBinding
@@ -33,6 +35,7 @@ class EvictingMetadata:
     extend: Extend | None = None
     num_splits: int = 0
     single: Extend | None = None
+    extended: list[Extended] = field(default_factory=list)
 
 
 class EvictingBuilderMixin:
@@ -52,6 +55,8 @@ class EvictingBuilderMixin:
 
     binding: GroupBinding | None = None
     buffers: GroupBuffers | None = None
+    extends: ClassVar[bool] = False
+    """True if a policy of the process's server extends attention; the worker sets it."""
     supports_update_block_table = False
     """False, because groups with equal specs keep different tokens, so Model Runner V1 must build
     the metadata of each."""
@@ -61,9 +66,10 @@ class EvictingBuilderMixin:
         """Return the support for CUDA graphs.
 
         Decode steps run in FULL graphs. Mixed batches are split on the host, so they run PIECEWISE.
-        Optional kernels allocate and compile by batch, so all of their steps run PIECEWISE.
+        Optional kernels allocate and compile by batch, and extensions of attention are laid out by
+        batch, so all of their steps run PIECEWISE.
         """
-        if kernel_asked(vllm_config) in OPTIONAL:
+        if kernel_asked(vllm_config) in OPTIONAL or EvictingBuilderMixin.extends:
             return AttentionCGSupport.NEVER
         support = super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
         single = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
@@ -89,7 +95,10 @@ class EvictingBuilderMixin:
         step = EvictingMetadata(
             self.binding, self.buffers, common.num_actual_tokens, num_splits=self.num_splits(common)
         )
-        if common.max_query_len == 1 and self.buffers.scratch.optional is None:
+        step.extended = extended_requests(self.binding, self.buffers, common)
+        replaced = any(extended.extension.replaces for extended in step.extended)
+        fixed = self.buffers.scratch.optional is None and not replaced
+        if common.max_query_len == 1 and fixed:
             return self._decode_only(step, common, rows, slots)
         if rows is None:
             return stock(common)
@@ -100,7 +109,9 @@ class EvictingBuilderMixin:
         if not bool(evicted.any()):
             step.stock = stock(common)
             return step
-        self._split_evicted(step, common, rows, evicted)
+        plain = evicted & ~self.buffers.state.weighted[rows]
+        if bool(plain.any()):
+            self._split_evicted(step, common, rows, plain)
         if not bool(evicted.all()):
             step.stock = stock(self._without(common, evicted, self.buffers))
         return step
@@ -125,7 +136,7 @@ class EvictingBuilderMixin:
         rows: torch.Tensor,
         evicted: torch.Tensor,
     ) -> None:
-        """Lay out the evicted requests of a mixed batch, by whether they have one query token."""
+        """Lay out evicted requests of a mixed batch, by whether they have one query token."""
         buffers = step.buffers
         counts = common.query_start_loc_cpu.diff()[: len(rows)]
         single = evicted & (counts == 1)

@@ -15,6 +15,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvevict.attention.binding import GroupBinding
 from vllm_kvevict.attention.gpu_buffers import GroupBuffers
+from vllm_kvevict.attention.gpu_extensions import Extended
 from vllm_kvevict.attention.gpu_step import EvictingMetadata
 from vllm_kvevict.attention.sequences import Recording
 from vllm_kvevict.ops.fp8 import FP8
@@ -87,12 +88,31 @@ def _steps(
     extend = EvictingMetadata(binding, buffers, 2 * len(rows))
     extend.extend = buffers.extend(several, rows, places)
     steps.append(extend)
+    steps += _extended(rows, binding, buffers)
     if binding.records:
         for step, recording in zip(steps, recordings, strict=False):
             step.recording = recording
         slots = torch.full_like(rows, -1)
         slots[0] = 0
         extend.recording = buffers.recording(several, slots, buffers.state.rule.window)
+    return steps
+
+
+def _extended(
+    rows: torch.Tensor, binding: GroupBinding, buffers: GroupBuffers
+) -> list[EvictingMetadata]:
+    """Return steps of extensions of attention, in the two sizes of their tiles of queries."""
+    steps, places = [], torch.arange(len(rows))
+    for count in (1, _MULTIPLE + 1):
+        common = _common(rows, count, buffers)
+        for extension in binding.extensions:
+            step = EvictingMetadata(binding, buffers, count * len(rows))
+            # Slots of the null block: the floats of its tokens are reset.
+            extended = Extended(
+                extension, buffers.extend(common, rows, places), common.slot_mapping
+            )
+            step.extended = [extended]
+            steps.append(step)
     return steps
 
 
@@ -111,7 +131,10 @@ def _common(rows: torch.Tensor, count: int, buffers: GroupBuffers) -> CommonAtte
         max_query_len=count,
         max_seq_len=length,
         block_table_tensor=torch.full(
-            (requests, blocks + 1), _NULL_BLOCK, device=device, dtype=torch.int32
+            (requests, blocks + blocks_for(count, buffers.state.rule.block_size)),
+            _NULL_BLOCK,
+            device=device,
+            dtype=torch.int32,
         ),
         slot_mapping=torch.zeros(tokens, dtype=torch.int64, device=device),
     )

@@ -73,8 +73,8 @@ class Requirements:
         keys_in_place: Scores make no intermediate result of the size of the keys. On a GPU the
             scorer then gets more heads at once in the same memory.
         attention: Class of the attention extension, as ``module:Class``, that accumulates the
-            attention of every query or weighs tokens (``attention/extensions/base.py``). Only the
-            CPU backend runs extensions. "" names none.
+            attention of every query or weighs tokens (``attention/extensions/base.py``). A GPU
+            runs extensions with a method for it. "" names none.
 
     Raises:
         ValueError: ``floats_per_token`` is below the number of floats that are kept for each

@@ -86,12 +86,15 @@ class SubGenStream(Scorer):
     def scores(self, candidates: Candidates) -> torch.Tensor:
         where = candidates.row, candidates.layer_name
         summary = self._summaries[where] = self.summarize(candidates, self.state.get(*where))
-        return summary.scores
+        return summary.scores.to(candidates.valid.device)
 
     def kept(self, row: int, layer_name: str, columns: torch.Tensor) -> torch.Tensor:
+        device = columns.device
         summary = self._summaries.pop((row, layer_name))
+        columns = columns.cpu()
         self.state.keep(row, layer_name, self.moved(summary.streams, columns))
-        return summary.log_weights.gather(1, columns[..., None].expand(-1, -1, 2))
+        kept = summary.log_weights.gather(1, columns[..., None].expand(-1, -1, 2))
+        return kept.to(device)
 
     def clear_rows(self, rows: Sequence[int]) -> None:
         self.state.clear(rows)
@@ -116,9 +119,10 @@ class SubGenStream(Scorer):
         if candidates.values is None:
             raise ValueError("subgen-stream needs the values of the cached tokens")
         columns = candidates.num_candidates
-        valid = candidates.valid[:, :columns]
-        points = finite(candidates.keys[:, :columns].float())
-        norms = squared_norms(candidates.values[:, :columns])
+        # A stream takes small steps that depend on one another, so it runs on the host.
+        valid = candidates.valid[:, :columns].cpu()
+        points = finite(candidates.keys[:, :columns].float().cpu())
+        norms = squared_norms(candidates.values[:, :columns].cpu())
         scores = torch.zeros(valid.shape, dtype=torch.float32)
         log_weights = torch.full((*valid.shape, 2), float("-inf"))
         streams = []

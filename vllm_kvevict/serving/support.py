@@ -3,6 +3,7 @@
 The worker looks again at the real layers, for what no configuration tells.
 """
 
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, get_args
 
 from vllm.config.speculative import SpeculativeMethod
@@ -391,9 +392,16 @@ def _check_policies(config: "EvictionConfig", latent: bool = False) -> None:
     if config.kernels == "required" and current_platform.is_cuda() and not is_built():
         check_kernels(build_policies(config), str(obstacle()))
     for name, policy in policies:
-        if policy.requirements.attention:
+        if not policy.requirements.attention:
+            continue
+        if not resolve_name(policy.requirements.attention).serves_gpus:
             raise ValueError(
-                f"KV eviction does not support the policy {name} on this platform, because only "
-                "its CPU attention backend reads or writes the floats of tokens; "
-                "choose another policy."
+                f"KV eviction does not support the policy {name} on this platform, because its "
+                "extension of attention runs on CPUs only; choose another policy."
+            )
+        if config.attention == "xformers":
+            raise ValueError(
+                f"KV eviction does not support the policy {name} with --kv-eviction-attention "
+                "xformers, because its requests run over tables of pages that this kernel does not "
+                "make; set --kv-eviction-attention to auto."
             )

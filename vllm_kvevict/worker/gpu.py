@@ -14,6 +14,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from vllm_kvevict.attention.binding import GroupBinding
 from vllm_kvevict.attention.choice import FLAG, choose
 from vllm_kvevict.attention.gpu_buffers import GroupBuffers
+from vllm_kvevict.attention.gpu_step import EvictingBuilderMixin
 from vllm_kvevict.attention.kernels import optional_kernel
 from vllm_kvevict.attention.scratch import Kernel, Scratch, Shape
 from vllm_kvevict.attention.warm_up import warm_up
@@ -26,6 +27,7 @@ from vllm_kvevict.ops.cuda.limits import HEAD_SIZES
 from vllm_kvevict.ops.fp8 import CACHE_DTYPES
 from vllm_kvevict.policies.kernels import check_kernels
 from vllm_kvevict.policies.registry import build_policies
+from vllm_kvevict.policies.requirements import policy_requirements
 from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.fused import FusedEvictions, obstacle
 from vllm_kvevict.worker.mixin import EvictionWorkerMixin, sinks_of
@@ -51,6 +53,11 @@ class EvictingWorker(EvictionWorkerMixin):
     """The worker of one CUDA rank."""
 
     _scratch: Scratch | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        needs = policy_requirements(self.eviction_config).values()
+        EvictingBuilderMixin.extends = any(one.attention for one in needs)
 
     def _register_backend(self) -> None:
         _, name = choose(self.vllm_config, self.eviction_config)

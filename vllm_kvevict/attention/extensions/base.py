@@ -1,9 +1,9 @@
-"""Attention that a policy runs on the CPU backend, in addition to or instead of vLLM's kernel."""
+"""Attention that a policy runs in addition to or instead of vLLM's kernel."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pkgutil import resolve_name
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -11,6 +11,9 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.cache.token_stats import TokenStats
+
+if TYPE_CHECKING:
+    from vllm_kvevict.ops.triton.every_query import Sequences
 
 
 class AttentionExtension(ABC):
@@ -29,6 +32,9 @@ class AttentionExtension(ABC):
     """True if the extension computes the attention of evicted requests instead of vLLM's kernel,
     under a policy that weighs its tokens. False if it runs in addition to vLLM's kernel, for
     requests under a policy that requires every query."""
+
+    serves_gpus: ClassVar[bool] = False
+    """True if :meth:`forward_on_gpu` exists."""
 
     def __init__(self, caches: Mapping[str, LayerCache], token_stats: TokenStats) -> None:
         self.caches = caches
@@ -75,6 +81,32 @@ class AttentionExtension(ABC):
                 tokens of its requests.
 
         """
+
+    def forward_on_gpu(
+        self,
+        state: GroupState,
+        layer_name: str,
+        batch: "Sequences",
+        slots: torch.Tensor,
+        output: torch.Tensor,
+    ) -> bool:
+        """Run one layer on a GPU, after the keys and values of the step's tokens were cached.
+
+        Args:
+            state: The group's state.
+            layer_name: A layer of the group, or one that shares the cache of such a layer.
+            batch: The extension's requests, or some of them.
+            slots: [T'] int64 slot mapping of the tokens of these requests in this step.
+            output: [Q, G, D], ordered as the queries of ``batch``.
+
+        Returns:
+            True if ``output`` was written, which is then the attention of these queries.
+
+        Raises:
+            NotImplementedError: The extension runs on CPUs only.
+
+        """
+        raise NotImplementedError(f"{type(self).__name__} runs on CPUs only")
 
 
 def make_extensions(

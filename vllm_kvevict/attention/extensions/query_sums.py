@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -13,12 +14,17 @@ from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.ops.torch.column_sums import column_sums
 from vllm_kvevict.rules.rule import blocks_for
 
+if TYPE_CHECKING:
+    from vllm_kvevict.ops.triton.every_query import Sequences
+
 ELEMENTS = 2**22
 """Maximum number of key elements that one call copies, if it runs more than one request."""
 
 
 class QuerySums(AttentionExtension):
     """Accumulates the attention of every query in the first float of each cached token."""
+
+    serves_gpus: ClassVar[bool] = True
 
     def build(
         self,
@@ -43,6 +49,22 @@ class QuerySums(AttentionExtension):
         self.token_stats.reset(layer_name, batch.slots)
         sums = self.token_stats.layer(layer_name)[..., 0]
         batch.add(sums, self.caches[layer_name], query, state.layer_index[layer_name])
+
+    def forward_on_gpu(
+        self,
+        state: GroupState,
+        layer_name: str,
+        batch: "Sequences",
+        slots: torch.Tensor,
+        output: torch.Tensor,
+    ) -> bool:
+        # Triton is needed on GPUs only.
+        from vllm_kvevict.ops.triton.every_query import add_column_sums
+
+        if state.owner(layer_name) == layer_name:
+            self.token_stats.reset(layer_name, slots)
+            add_column_sums(batch, self.token_stats.layer(layer_name))
+        return False
 
 
 @dataclass

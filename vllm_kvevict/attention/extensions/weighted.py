@@ -1,7 +1,7 @@
 """Attention with log-weights, for requests in which kept tokens represent evicted ones."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -13,11 +13,15 @@ from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.ops.torch.estimator import weighted_attention
 from vllm_kvevict.rules.rule import blocks_for
 
+if TYPE_CHECKING:
+    from vllm_kvevict.ops.triton.every_query import Sequences
+
 
 class WeightedAttention(AttentionExtension):
     """Attention of evicted requests with the log-weights in the floats of their tokens."""
 
     replaces: ClassVar[bool] = True
+    serves_gpus: ClassVar[bool] = True
 
     def build(
         self,
@@ -39,6 +43,22 @@ class WeightedAttention(AttentionExtension):
         owner = state.owner(layer_name)
         log_weights, index = self.token_stats.layer(owner), state.layer_index[layer_name]
         batch.attend(self.caches[owner], log_weights, query, index, output)
+
+    def forward_on_gpu(
+        self,
+        state: GroupState,
+        layer_name: str,
+        batch: "Sequences",
+        slots: torch.Tensor,
+        output: torch.Tensor,
+    ) -> bool:
+        # Triton is needed on GPUs only.
+        from vllm_kvevict.ops.triton import every_query
+
+        owner = state.owner(layer_name)
+        floats, value_scale = self.token_stats.layer(owner), self.caches[owner].value_scale
+        every_query.weighted_attention(batch, floats, output, value_scale)
+        return True
 
 
 @dataclass
