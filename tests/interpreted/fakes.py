@@ -104,6 +104,8 @@ class Backend:
             scores=lambda name: True,
             rings=lambda name: self.rings[self.state.layer_index[name]],
             records=True,
+            extensions=[],
+            extension_requests=lambda common: (),
         )
         self.impl = EvictingFlashImpl.__new__(EvictingFlashImpl)
         for name, value in dict(

@@ -4,6 +4,7 @@ Nothing runs but the layout of steps and the launches, which are listed and left
 """
 
 import importlib.util
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -20,10 +21,14 @@ from tests.interpreted.fakes import WINDOW, Backend, common_of
 from tests.nightly import nightly
 from tests.ragged import Ragged, random_ragged
 from vllm_kvevict.attention import unpacked
+from vllm_kvevict.attention.extensions.base import AttentionExtension
 from vllm_kvevict.attention.triton import EvictingTritonImpl
 from vllm_kvevict.attention.warm_up import warm_up
+from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.ops.token_format import AS_CACHED, INT4, TokenFormat
+from vllm_kvevict.ops.triton import every_query
 from vllm_kvevict.ops.triton.residency import Residency
+from vllm_kvevict.worker.gpu import interleaved
 
 GROUP = 4
 
@@ -63,6 +68,7 @@ def warm(
     size: int,
     sinks: torch.Tensor | None = None,
     stored: TokenFormat = AS_CACHED,
+    extensions: Sequence[AttentionExtension] = (),
 ):
     """A backend of ``size`` requests, warmed up."""
     batch = random_ragged(0, heads=heads, requests=size, layers=2)
@@ -84,6 +90,10 @@ def warm(
         )
         for name in backend.state.layer_names
     ]  # fmt: skip
+    backend.builder.binding.extensions = list(extensions)
+    backend.builder.binding.cache = lambda name: LayerCache(
+        batch.cache.flatten(0, 1).flatten(1), interleaved(16, 32), 0.3, 0.0, sinks=sinks
+    )
     warm_up(layers, backend.builder.binding, backend.builder.buffers, batch.cache.dtype)
     return backend, batch
 
@@ -145,6 +155,37 @@ def test_nothing_compiles_over_stores_in_few_bits(
     backend, batch = warm(kernel, heads, size, learned, INT4)
     known = set(launched)
     assert "_unpack_kernel" in {name for name, _ in known}
+    for seed in range(24):
+        serve(backend, batch, seed + 1, size)
+        assert launched <= known, f"step {seed}: {launched - known}"
+
+
+class Both(AttentionExtension):
+    """Launches the kernels of every extension."""
+
+    build = forward = None
+
+    def __init__(self):
+        pass
+
+    def forward_on_gpu(self, state, layer_name, batch, slots, output):
+        floats = torch.zeros(8, batch.page_tokens, 2)
+        every_query.add_column_sums(batch, floats)
+        every_query.weighted_attention(batch, floats, output)
+        return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [1, 2])
+def test_nothing_compiles_for_extensions_of_attention(heads, launched):
+    size, extension = 20, Both()
+    backend, batch = warm("triton", heads, size, extensions=[extension])
+    binding = backend.builder.binding
+    binding.extension_requests = lambda common: [
+        (extension, backend.step["rows"], torch.arange(len(backend.step["rows"])))
+    ]
+    known = set(launched)
+    assert {"_lse_kernel", "_sums_kernel", "_weighted_kernel"} <= {name for name, _ in known}
     for seed in range(24):
         serve(backend, batch, seed + 1, size)
         assert launched <= known, f"step {seed}: {launched - known}"
