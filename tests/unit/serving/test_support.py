@@ -236,15 +236,23 @@ def test_refuses_stores_in_few_bits_that_no_kernel_of_gpus_reads(
 
 
 @pytest.mark.parametrize("policy", ["subgen-stream", "h2o", "ada-h2o"])
-def test_refuses_numbers_beside_the_cache_where_no_backend_keeps_them(
+def test_refuses_extensions_of_attention_that_do_not_run_on_a_gpu(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.platforms import current_platform
 
+    from vllm_kvevict.attention.extensions.base import AttentionExtension
+
     allowed = EvictionConfig(policy="snapkv", allow=policy)
-    support._check_policies(allowed)
+    xformers = EvictionConfig(policy="snapkv", allow=policy, attention="xformers")
+    for config in (allowed, xformers):
+        support._check_policies(config)
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
-    support._check_policies(EvictionConfig(policy="snapkv", allow="tova,none"))
+    support._check_policies(allowed)
+    with pytest.raises(ValueError, match=f"the policy {policy} with --kv-eviction-attention") as no:
+        support._check_policies(xformers)
+    assert_sentence(str(no.value))
+    monkeypatch.setattr(support, "resolve_name", lambda name: AttentionExtension)
     with pytest.raises(ValueError, match=f"the policy {policy} on this platform") as caught:
         support._check_policies(allowed)
     assert_sentence(str(caught.value))
