@@ -10,7 +10,7 @@ export VLLM_NO_USAGE_STATS := 1
 
 help:
 	@echo "make setup    install vLLM 0.32.0, this package and the test tools into .venv"
-	@echo "make demo     serve the same load without and with eviction; print one table"
+	@echo "make demo     a real model without and with eviction: answers, conversations, a load"
 	@echo "make check    lint, types, and the units that are quick: a minute"
 	@echo "make test     a case of everything, with real servers (PYTEST_ARGS='-k ...' for some)"
 	@echo "make architectures  every architecture of docs/compatibility.md, drafts, images, ranks and stages, token by token"

@@ -1,32 +1,39 @@
-"""`make demo`: a real model answers the same questions and load, without and with eviction.
+"""`make demo`: what eviction does, on a real model, in the order of what convinces.
 
-Starts `vllm serve` three times: stock, with `--kv-eviction auto`, and with it at half the budget in
-four bits, each on KV memory for two full prompts; and once more, stock with as much as all requests
-want, which is the limit. Asks the first three about long English texts through the OpenAI client,
-where the question is known when the text is evicted and where it is not, drives each with
-`vllm bench serve`, and prints and draws one comparison.
-A first request says how many questions and requests this machine has time for. On a CPU without
-instructions for bfloat16 the servers compute in float32, the load asks for shorter answers, and the
-limit is not measured.
+Starts `vllm serve` twice on KV memory for two full prompts: stock, and with `--kv-eviction auto`,
+whose requests may keep the full cache. Then, with each answer shown when it is there:
+
+1. questions about long texts that were evicted before the question was known, with the full cache
+   and evicted, both on the second server; and a page that shows which words of a text were kept;
+2. six conversations of four turns, a turn of all before the next one: time to first token by turn;
+3. one load by `vllm bench serve` on each server.
+
+Each server first answers a question that is not counted, which also says how many questions and
+requests this machine has time for. On a CPU without instructions for bfloat16 the servers compute
+in float32, and the load asks for shorter answers.
 """
 
 import argparse
 import json
+import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import matplotlib.pyplot as plt
 from openai import OpenAI
 from tqdm import tqdm
 
-from benchmarks.facts import FACTS, Question, questions
+from benchmarks.chat.conversation import Conversation
+from benchmarks.chat.dialogue import SUMMARIES, Dialogue
+from benchmarks.chat.dialogue import Question as Turn
+from benchmarks.facts import ASK, FACTS, Question, questions
 from benchmarks.load import Load, measure
 from benchmarks.provenance import provenance, sentence
 from benchmarks.server import Server
@@ -39,23 +46,23 @@ SHORT_OUTPUT = 64
 ITEM_SIZES = {"bfloat16": 2, "float32": 4}
 FOLDER = Path(".cache") / "demo"
 POLICY, BUDGET = "auto", "25%"
-"""As in the first command of README, and as ``auto`` without a budget."""
-FEW_BITS = ["--kv-eviction-budget", "12.5%", "--kv-eviction-store-dtype", "int4"]
-"""Flags of the server with four-bit stores, after those of the other server that evicts."""
+"""As in README's command."""
 CHARACTERS = 8000
-"""Of a text: about 1,800 tokens."""
+"""Of a text that is asked about: about 1,800 tokens."""
+CHATS, TURNS, CHAT_CHARACTERS = 6, 4, 7000
+"""Conversations, their turns, and characters of what they are about: about 1,600 tokens."""
+TURN_TOKENS = 24
+"""Tokens of an answer in a conversation."""
+EVERY = 32
 
-
-ASKED, LOADED = 6, 2
-"""Full prompts' work for a question (to three servers, known and not known), and for a request of
-the load to one server, with a longer answer."""
-
-SIZES = ((6, 8), (5, 6), (4, 6), (4, 5), (3, 4), (2, 4))
+SIZES = ((6, 8), (4, 6), (3, 4), (2, 4))
 """Questions and requests of the load, from what a machine does that is fast enough to what every
 machine does. With fewer requests the servers hold the same number at once."""
 
 TARGET_S = 300.0
-"""Seconds that asking and the load may take where a smaller size takes no longer."""
+"""Seconds that asking, conversations and the load may take where a smaller size takes no longer."""
+
+NAMES = {"stock": "stock vLLM", "eviction": "--kv-eviction auto"}
 
 
 def block_bytes(model: Path, dtype: str = "bfloat16") -> int:
@@ -65,35 +72,24 @@ def block_bytes(model: Path, dtype: str = "bfloat16") -> int:
     return heads * BLOCK * 2 * config["head_dim"] * ITEM_SIZES[dtype]
 
 
-def size_for(seconds: float, servers: int) -> tuple[int, int]:
+def work(questions: int, requests: int) -> float:
+    """Return the work of a size, in questions that compute their whole text.
+
+    A question is asked twice, the second time over blocks that the first one left. Stock vLLM
+    computes each turn of a conversation whole, the other server two of them.
+    """
+    return 1.5 * questions + CHATS * (TURNS + 2) + 2 * 2 * requests
+
+
+def size_for(seconds: float) -> tuple[int, int]:
     """Return the questions and the requests for which this machine has time.
 
     Args:
-        seconds: Time of a first request.
-        servers: Number of servers that get the load.
+        seconds: Time of a question.
 
     """
-    fitting = (size for size in SIZES if seconds * work(*size, servers) <= TARGET_S)
+    fitting = (size for size in SIZES if seconds * work(*size) <= TARGET_S)
     return next(fitting, SIZES[-1])
-
-
-def work(questions: int, requests: int, servers: int) -> int:
-    """Return the work of a size, in requests like the first, if so many servers get the load."""
-    return ASKED * questions + LOADED * requests * servers
-
-
-NAMES = {
-    "stock": "stock vLLM",
-    "eviction": "--kv-eviction auto",
-    "few_bits": "auto, 12.5%, int4",
-    "limit": "stock, all memory",
-}
-"""The servers; the last has memory for every request of the load at once."""
-
-
-EVICTING = "eviction", "few_bits"
-RATIO = "auto / stock"
-"""Title of the last column: the second column divided by the first."""
 
 
 def blocks(requests: int) -> int:
@@ -105,43 +101,46 @@ def server_args(model: Path, dtype: str, requests: int = 2) -> list[str]:
     """A server's arguments, with KV memory for so many full prompts with their answers."""
     return [
         "--dtype", dtype, "--enforce-eager", "--block-size", str(BLOCK),
-        "--max-model-len", "2304", "--max-num-batched-tokens", "2048", "--max-num-seqs", "64",
+        "--max-model-len", "2560", "--max-num-batched-tokens", "2048", "--max-num-seqs", "64",
         "--kv-cache-memory-bytes", str(blocks(requests) * block_bytes(model, dtype)), "--seed", "0",
+        "--enable-prompt-tokens-details",
     ]  # fmt: skip
 
 
-AT_FIRST_MESSAGE = {"vllm_xargs": {"kv_eviction_at": {"message": 0}}}
-"""Evicts at the end of a chat's first message."""
+WHOLE = {"kv_eviction": "none"}
+AT_TEXT = {"kv_eviction_at": {"message": 0}}
+"""``vllm_xargs`` of the two ways in which a question is asked: with the full cache, and with the
+text, which is the first message, evicted before the question."""
+
+OF_THE_LOAD = {"kv_eviction_every": 0}
+"""Prompts of the load are no conversations: they are evicted at their end."""
 
 
-def answer(server: Server, model: Path, question: Question, known: bool, evicts: bool) -> str:
-    """One chat answer through the OpenAI client.
-
-    ``known`` says whether the question is in the prompt that is evicted; else it comes after the
-    text was evicted, in a message of its own. Stock vLLM refuses mappings in ``vllm_xargs``.
-    """
+def answer(server: Server, question: Question, xargs: dict[str, Any]) -> tuple[str, float]:
+    """Return the answer to a question that follows its text, and the seconds that it took."""
     client = OpenAI(base_url=server.url + "/v1", api_key="none")
-    texts = [question.message()] if known else question.messages()
+    began = time.monotonic()
     completion = client.chat.completions.create(
-        model=str(model),
-        messages=[{"role": "user", "content": text} for text in texts],
+        model=server.model,
+        messages=[{"role": "user", "content": text} for text in question.messages()],
         max_tokens=48,
         temperature=0,
-        extra_body={} if known or not evicts else AT_FIRST_MESSAGE,
+        extra_body={"vllm_xargs": xargs} if xargs else {},
     )
-    return (completion.choices[0].message.content or "").strip()
+    text = (completion.choices[0].message.content or "").strip()
+    return text, time.monotonic() - began
 
 
-def first_request(server: Server, model: Path) -> float:
-    """Return the seconds that a question takes alone, about a text that is not asked about later.
+def is_loop(text: str) -> bool:
+    """Return True if a text says four words in a row three times or more."""
+    words = text.lower().split()
+    runs = [tuple(words[at : at + 4]) for at in range(len(words) - 3)]
+    return any(runs.count(run) >= 3 for run in set(runs))
 
-    A server's first request takes longer than the others, so it gets a short one before.
-    """
-    server.warm_up()
-    *_, question = questions(len(FACTS), CHARACTERS)
-    began = time.monotonic()
-    answer(server, model, question, known=True, evicts=False)
-    return time.monotonic() - began
+
+def is_right(question: Question, text: str) -> bool:
+    """Return True if an answer holds what it must, and is not a loop that happens to."""
+    return question.right(text) and not is_loop(text)
 
 
 def start(arguments: dict[str, list[str]], model: Path, stack: ExitStack) -> dict[str, Server]:
@@ -156,178 +155,225 @@ def start(arguments: dict[str, list[str]], model: Path, stack: ExitStack) -> dic
     return servers
 
 
-def told(
-    server: Server, model: Path, asked: list[Question], evicts: bool, done: Callable[[], object]
-) -> dict:
-    """Answers of a server to four questions at once, and the number of right ones."""
+def dialogues(count: int = CHATS) -> list[Dialogue]:
+    """Conversations about different texts: the text's fact, then what fits every text."""
+    return [
+        Dialogue(
+            f"{ASK}\n\n{one.text}",
+            (Turn(one.question, TURN_TOKENS), *(Turn(text, TURN_TOKENS) for text in SUMMARIES[1:])),
+        )
+        for one in questions(count, CHAT_CHARACTERS)
+    ]
 
-    def one(question: Question, known: bool) -> str:
-        text = answer(server, model, question, known, evicts)
-        done()
-        return text
 
-    with ThreadPoolExecutor(4) as threads:
-        answers = {
-            known: list(threads.map(partial(one, known=known), asked)) for known in (True, False)
-        }
-    right = {
-        known: sum(one.right(text) for one, text in zip(asked, texts, strict=True))
-        for known, texts in answers.items()
-    }
-    return {
-        "questions": len(asked),
-        "right": right[True],
-        "right_unknown": right[False],
-        "answers": answers[True],
-        "later": answers[False],
-    }
+@dataclass
+class EvictingLoad(Load):
+    """A load with ``vllm_xargs``, which stock vLLM is not sent."""
+
+    def args(self) -> list[str]:
+        return [*super().args(), "--extra-body", json.dumps({"vllm_xargs": OF_THE_LOAD})]
 
 
 @dataclass(frozen=True)
 class Demo:
-    """The size of the comparison, and its rows.
+    """The size of the comparison, and its parts.
 
-    ``size`` is None for as many questions and requests as this machine has time for. ``limit`` says
-    whether there is a server with memory for all requests. ``output`` is the number of tokens that
-    each request of the load generates.
+    ``size`` is None for as many questions and requests as this machine has time for. ``output`` is
+    the number of tokens that each request of the load generates.
     """
 
     model: Path
     dtype: str
     eviction: list[str]
     size: tuple[int | None, int | None]
-    limit: bool = True
     output: int = OUTPUT
 
-    def run(self) -> tuple[list[Question], dict[str, dict]]:
-        """The questions, and a row for each server, of :data:`NAMES`.
-
-        The last server is not asked, as it answers like the first.
-        """
+    def run(self) -> dict[str, Any]:
+        """Run all parts, and print each when it is there. Returns what a result file holds."""
         few = server_args(self.model, self.dtype)
-        most = max(requests for _, requests in (*SIZES, (0, self.size[1] or 0)))
-        arguments = {
-            "stock": few,
-            "eviction": few + self.eviction,
-            "few_bits": few + self.eviction + FEW_BITS,
-        }
-        if self.limit:
-            arguments["limit"] = server_args(self.model, self.dtype, most)
+        chain = ["--kv-eviction-every", str(EVERY), "--kv-eviction-allow", "none"]
+        arguments = {"stock": few, "eviction": [*few, *self.eviction, *chain]}
         with ExitStack() as stack:
-            started = f"Starting {len(arguments)} vllm serve, a minute (logs: {FOLDER}/*.log)"
-            print(started, flush=True)
-            servers = start(arguments, self.model, stack)
-            seconds = first_request(servers["stock"], self.model)
-            chosen = size_for(seconds, len(servers))
-            count, requests = (own or found for own, found in zip(self.size, chosen, strict=True))
-            expected = seconds * work(count, requests, len(servers)) / 60
             print(
-                f"A first question took {seconds:.1f} s: {count} questions and {requests} requests "
-                f"of load, about {max(1, expected):.0f} min",
+                f"Starting 2 vllm serve, a minute (logs: {FOLDER}/*.log). KV memory of each: two "
+                f"full prompts ({blocks(2) * block_bytes(self.model, self.dtype) / 2**20:.0f} MiB)",
                 flush=True,
             )
-            asked = questions(count, CHARACTERS)
-            return asked, self._rows(servers, asked, Load(PROMPT, self.output, requests, requests))
+            servers = start(arguments, self.model, stack)
+            seconds = self._warm_up(servers["eviction"], WHOLE)
+            chosen = size_for(seconds)
+            count, requests = (own or found for own, found in zip(self.size, chosen, strict=True))
+            print(
+                f"A question takes {seconds:.1f} s here: {count} questions and {requests} requests "
+                f"of load, about {max(1, seconds * work(count, requests) / 60):.0f} min",
+                flush=True,
+            )
+            rows = [self._ask(servers["eviction"], one) for one in questions(count, CHARACTERS)]
+            right = {way: sum(one[way]["right"] for one in rows) for way in ("full", "evicted")}
+            print(f"\nright: {right['full']} of {count} with the full cache, ", end="")
+            print(f"{right['evicted']} evicted")
+            evicted = [servers["eviction"].evictions()["evictions"]]
+            page = self._page(rows[0]["question"])
+            self._warm_up(servers["stock"], {})
+            chats = {label: self._converse(server, label) for label, server in servers.items()}
+            print(turns_table(chats), flush=True)
+            evicted.append(servers["eviction"].evictions()["evictions"])
+            load = {label: self._load(server, label, requests) for label, server in servers.items()}
+            print(load_table(load), flush=True)
+            evicted.append(servers["eviction"].evictions()["evictions"])
+        least = (count, CHATS, requests)
+        before = (0, *evicted)
+        return {
+            "asked": rows, "right": right, "page": str(page) if page else None,
+            "ttft_s": chats, "load": load,
+            "evictions": [b - a for a, b in zip(before, evicted, strict=False)],
+            "evicted_all": all(
+                b - a >= n for a, b, n in zip(before, evicted, least, strict=False)
+            ),
+        }  # fmt: skip
 
-    def _rows(self, servers: dict[str, Server], asked: list[Question], load: Load) -> dict:
-        rows: dict[str, dict] = {}
+    def _warm_up(self, server: Server, xargs: dict[str, Any]) -> float:
+        """Return the seconds of a question alone, after a short request and one that is not
+        counted. Its text is not asked about later."""
+        server.warm_up()
+        *_, question = questions(len(FACTS), CHARACTERS)
+        shorter = Question(question.text[:-100], question.question, question.holds)
+        answer(server, shorter, xargs)
+        _, seconds = answer(server, Question(question.text[100:], *_rest(question)), xargs)
+        return seconds
+
+    def _ask(self, server: Server, question: Question) -> dict[str, Any]:
+        print(f"\n{question.question}", flush=True)
+        found: dict[str, Any] = {"question": question.question}
+        with tqdm(total=2, bar_format="{desc}", leave=False) as bar:
+            for way, xargs in (("full", WHOLE), ("evicted", AT_TEXT)):
+                bar.set_description(f"{NAMES['eviction']}: asking over HTTP")
+                text, seconds = answer(server, question, xargs)
+                mark = "right" if is_right(question, text) else "wrong"
+                found[way] = {"text": text, "seconds": seconds, "right": mark == "right"}
+                said = " ".join(text.split())
+                tqdm.write(
+                    textwrap.fill(
+                        f"{said} ({mark})", 96, initial_indent=f"  {way:<9}",
+                        subsequent_indent=" " * 11,
+                    )
+                )  # fmt: skip
+        return found
+
+    def _page(self, asked: str) -> Path | None:
+        """Write the page of kept words of the first text; None if that failed."""
+        (question,) = (one for one in questions(len(FACTS), CHARACTERS) if one.question == asked)
+        text, page = FOLDER / "text.txt", FOLDER / "kept.html"
+        text.write_text(question.messages()[0])
+        fact = next(fact for fact, question_, _ in FACTS if question_ == asked)
+        command = [
+            sys.executable, "-m", "vllm_kvevict", "inspect", str(self.model), "--prompt-file",
+            str(text), "--question", f"\n\n{question.messages()[1]}", "--chat", "--html",
+            str(page), "--compare", "streaming-llm", "--find", fact, "--dtype", self.dtype,
+            "--block-size", str(BLOCK), "--max-model-len", "2560",
+            "--kv-cache-memory-bytes", str(blocks(2) * block_bytes(self.model, self.dtype)),
+            *self.eviction,
+        ]  # fmt: skip
+        print("\nDrawing which words were kept, half a minute", flush=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        if done.returncode:
+            print(f"no page: {done.stderr.strip()[-300:]}", file=sys.stderr)
+            return None
+        print(f"Which words each policy kept of the first text: file://{page.absolute()}")
+        return page
+
+    def _converse(self, server: Server, label: str) -> list[float]:
+        """Return the median seconds to the first token of each turn."""
+        chats, found = [Conversation(one) for one in dialogues()], []
+        client = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=3600, max_retries=0)
         left = "{desc} |{bar}| {percentage:3.0f}% [{elapsed}<{remaining}]"
-        total = work(len(asked), load.num_prompts, len(servers))
-        with tqdm(total=total, bar_format=left) as bar:
-            for label in ("stock", *EVICTING):
-                bar.set_description(f"{NAMES[label]}: asking over HTTP")
-                evicts = label in EVICTING
-                rows[label] = told(servers[label], self.model, asked, evicts, bar.update)
-            # One at a time: they share the machine.
-            for label, server in servers.items():
-                bar.set_description(f"{NAMES[label]}: vllm bench serve")
-                end = bar.n + load.num_prompts * LOADED
+        with client, tqdm(total=CHATS * TURNS, bar_format=left, leave=False) as bar:
+            bar.set_description(f"{NAMES[label]}: {CHATS} conversations")
+            for _ in range(TURNS):
+                answers = []
+                for chat in chats:
+                    answers.append(chat.ask(client, server.model, {}))
+                    bar.update()
+                found.append(median(one.ttft_s for one in answers))
+        return found
 
-                def finished(ended: int, end: int = end) -> None:
-                    bar.update(min(ended * LOADED, end - bar.n))
-
-                found = measure(server, self.model, load, finished)
-                bar.update(end - bar.n)
-                rows[label] = rows.get(label, {}) | found | server.evictions()
-        return rows
+    def _load(self, server: Server, label: str, requests: int) -> dict[str, float]:
+        kind = EvictingLoad if label == "eviction" else Load
+        with tqdm(total=requests, bar_format="{desc}", leave=False) as bar:
+            bar.set_description(f"{NAMES[label]}: vllm bench serve")
+            return measure(server, self.model, kind(PROMPT, self.output, requests, requests))
 
 
-FIRST = (
-    ("sequences at once", "peak_running", "{:.0f}"),
-    ("output tokens/s", "output_tokens_per_s", "{:.1f}"),
-)
-"""Lines that are printed before everything else."""
+def _rest(question: Question) -> tuple[str, str]:
+    return question.question, question.holds
+
+
+def turns_table(ttft: dict[str, list[float]]) -> str:
+    """Seconds to the first token by turn, of stock vLLM, with eviction, and their ratio."""
+    stock, evicted = ttft["stock"], ttft["eviction"]
+    pairs = list(enumerate(zip(stock, evicted, strict=True), 1))
+    lines = [f"\n{CHATS} conversations, KV memory for two: median TTFT in seconds\n"]
+    lines.append(f"{'turn':<24}" + "".join(f"{turn:>10}" for turn, _ in pairs))
+    lines.append(f"{NAMES['stock']:<24}" + "".join(f"{a:>10.2f}" for _, (a, _) in pairs))
+    lines.append(f"{NAMES['eviction']:<24}" + "".join(f"{b:>10.2f}" for _, (_, b) in pairs))
+    ratios = (f"{b / a:.2f}x" for _, (a, b) in pairs)
+    lines.append(f"{'ratio':<24}" + "".join(f"{text:>10}" for text in ratios))
+    return "\n".join(lines)
+
 
 LINES = (
-    *FIRST,
-    ("requests", "completed", "{:.0f}"),
-    ("questions", "questions", "{:.0f}"),
-    ("right, question known", "right", "{:.0f}"),
-    ("right, not known", "right_unknown", "{:.0f}"),
+    ("sequences at once", "peak_running", "{:.0f}"),
+    ("output tokens/s", "output_tokens_per_s", "{:.1f}"),
     ("TTFT median (ms)", "ttft_ms_median", "{:.0f}"),
     ("TPOT median (ms)", "tpot_ms_median", "{:.1f}"),
     ("preemptions", "preemptions", "{:.0f}"),
-    ("evictions", "evictions", "{:.0f}"),
-    ("blocks freed", "blocks_freed", "{:.0f}"),
 )
 """Title, key of a row, and how it is written."""
 
-DRAWN = "peak_running", "output_tokens_per_s", "right", "right_unknown", "ttft_ms_median"
+
+def load_table(load: dict[str, dict[str, float]]) -> str:
+    """What the load took on both servers, and the ratio of eviction to stock."""
+    count = int(load["stock"]["completed"])
+    lines = [f"\nLoad: {count} prompts of {PROMPT} tokens at once\n"]
+    lines.append(f"{'':<24}{NAMES['stock']:>20}{NAMES['eviction']:>20}{'ratio':>10}")
+    for title, key, form in LINES:
+        stock, evicted = load["stock"][key], load["eviction"][key]
+        ratio = f"{evicted / stock:.2f}x" if stock else "-"
+        lines.append(f"{title:<24}{form.format(stock):>20}{form.format(evicted):>20}{ratio:>10}")
+    return "\n".join(lines)
 
 
-def shown_names(rows: dict[str, dict]) -> dict[str, str]:
-    """Labels and names of the servers that have rows."""
-    return {label: name for label, name in NAMES.items() if label in rows}
+def summary(found: dict[str, Any]) -> str:
+    """All parts as text, for the result file."""
+    parts = []
+    for one in found["asked"]:
+        parts.append(one["question"])
+        for way in ("full", "evicted"):
+            mark = "right" if one[way]["right"] else "wrong"
+            parts.append(f"  {way:<9}{' '.join(one[way]['text'].split())} ({mark})")
+    return "\n".join([*parts, turns_table(found["ttft_s"]), load_table(found["load"])])
 
 
-def table(rows: dict[str, dict], lines: tuple[tuple[str, str, str], ...] = LINES) -> str:
-    """The comparison as text, with the ratio of eviction to stock on the same memory."""
-    names = shown_names(rows)
-    out = [f"{'':<24}" + "".join(f"{name:>20}" for name in names.values()) + f"{RATIO:>14}"]
-    for title, key, form in lines:
-        values = [rows[label].get(key) for label in names]
-        ratio = f"{values[1] / values[0]:.2f}x" if values[0] and values[1] is not None else "-"
-        texts = ["-" if value is None else form.format(value) for value in values]
-        cells = "".join(f"{text:>20}" for text in texts)
-        out.append(f"{title:<24}{cells}{ratio:>14}")
-    return "\n".join(out)
-
-
-def draw(rows: dict[str, dict], path: Path) -> None:
-    """Bars of what the table compares first."""
-    figure, axes = plt.subplots(1, 5, figsize=(13, 3.2), layout="constrained")
-    shown, names = [line for line in LINES if line[1] in DRAWN], shown_names(rows)
-    for place, (title, key, form) in zip(axes, shown, strict=True):
-        values = [rows[label].get(key) for label in names]
-        heights = [value or 0 for value in values]
-        colors = ["#9e9e9e", "#3182bd", "#31a354", "#d9d9d9"][: len(names)]
-        bars = place.bar(range(len(names)), heights, color=colors)
-        texts = ["not asked" if value is None else form.format(value) for value in values]
-        place.bar_label(bars, texts, fontsize=8)
-        place.set_title(title, fontsize=9)
-        place.set_xticks(range(len(names)), names.values(), fontsize=7, rotation=20)
+def draw(found: dict[str, Any], path: Path) -> None:
+    """Bars of right answers, of times to first tokens by turn, and of the load."""
+    figure, (right, turns, load) = plt.subplots(1, 3, figsize=(11, 3.2), layout="constrained")
+    colors = {"stock": "#9e9e9e", "eviction": "#3182bd"}
+    bars = right.bar(["full", "evicted"], found["right"].values(), color=[*colors.values()])
+    right.bar_label(bars)
+    right.set_title(f"right of {len(found['asked'])}, asked later", fontsize=9)
+    for place, (label, color) in enumerate(colors.items()):
+        at = [turn + 0.4 * place for turn in range(1, TURNS + 1)]
+        turns.bar(at, found["ttft_s"][label], 0.4, color=color, label=NAMES[label])
+    turns.set_title("median TTFT by turn, s", fontsize=9)
+    turns.legend(fontsize=7)
+    values = [found["load"][label]["output_tokens_per_s"] for label in colors]
+    load.bar_label(load.bar([*NAMES.values()], values, color=[*colors.values()]), fmt="%.1f")
+    load.set_title("output tokens/s of the load", fontsize=9)
+    for place in (right, turns, load):
         for side in ("top", "right"):
             place.spines[side].set_visible(False)
     figure.savefig(path, dpi=120)
     plt.close(figure)
-
-
-def side_by_side(asked: list[Question], rows: dict[str, dict]) -> str:
-    """Every question with the answers of both servers on the same memory."""
-    lines = []
-    for index, question in enumerate(asked):
-        lines.append(f"\n{question.question}")
-        for label, key, name in (
-            ("stock", "answers", "stock vLLM"),
-            ("eviction", "answers", "evicted"),
-            ("eviction", "later", "asked later"),
-            ("few_bits", "answers", "int4"),
-            ("few_bits", "later", "int4, later"),
-        ):
-            text = " ".join(rows[label][key][index].split())
-            lines.append(textwrap.fill(text, 96, initial_indent=f"  {name:<13}",
-                                       subsequent_indent=" " * 15))  # fmt: skip
-    return "\n".join(lines)
 
 
 def markdown(shown: str, seconds: float, origin: dict) -> str:
@@ -358,35 +404,19 @@ def main() -> int:
     eviction = ["--kv-eviction", options.policy, "--kv-eviction-budget", options.budget]
     began = time.monotonic()
     size = options.questions, options.requests
-    output = SHORT_OUTPUT if slow else OUTPUT
-    asked, rows = Demo(model, dtype, eviction, size, limit=not slow, output=output).run()
-    requests = int(rows["eviction"]["completed"])
-    memory = f"{blocks(2) * block_bytes(model, dtype) / 2**20:.0f} MiB"
-    shown = "\n".join(
-        [
-            f"On KV memory for two full prompts ({memory}):\n",
-            table(rows, FIRST),
-            f"\nSmolLM2-135M-Instruct about texts of {CHARACTERS:,} characters, "
-            f"--kv-eviction {options.policy} --kv-eviction-budget {options.budget},\n"
-            f"and with {' '.join(FEW_BITS)}:",
-            side_by_side(asked, rows),
-            f"\nLoad: {PROMPT}-token prompts, {output} new tokens, {requests} requests, "
-            f"all at once, in {dtype};\nKV memory for two full prompts ({memory})\n",
-            table(rows),
-        ]
-    )
-    print("", shown, sep="\n")
-    draw(rows, FOLDER / "demo.png")
+    found = Demo(model, dtype, eviction, size, SHORT_OUTPUT if slow else OUTPUT).run()
+    draw(found, FOLDER / "demo.png")
     seconds = time.monotonic() - began
     print(f"\n{seconds:.0f} s in all; as a picture: {FOLDER / 'demo.png'}")
     if options.output:
         origin = provenance()
-        options.output.write_text(json.dumps({"rows": rows, **origin}, indent=2) + "\n")
-        options.output.with_suffix(".md").write_text(markdown(shown, seconds, origin))
-    if min(rows[label]["evictions"] for label in EVICTING) < 2 * len(asked) + requests:
+        options.output.write_text(json.dumps({**found, **origin}, indent=2) + "\n")
+        text = markdown(summary(found), seconds, origin)
+        options.output.with_suffix(".md").write_text(text)
+    if not found["evicted_all"]:
         print("Not every prompt was evicted: this is a defect.", file=sys.stderr)
         return 1
-    return 0
+    return 0 if found["page"] else 1
 
 
 if __name__ == "__main__":

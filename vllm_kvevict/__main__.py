@@ -1,4 +1,4 @@
-"""``vllm-kvevict plan | calibrate | measure | inspect | audit``: the commands by one name."""
+"""``vllm-kvevict plan | calibrate | measure | inspect | policy | audit``, by one name."""
 
 import runpy
 import sys
@@ -10,6 +10,7 @@ COMMANDS = {
     "calibrate": "make the profile of a model, by which --kv-eviction auto keeps more",
     "measure": "ask a running server your own questions at several budgets",
     "inspect": "run one prompt and draw which tokens were kept",
+    "policy": "check the scorer of a policy against the contract",
     "audit": "what a running server's evictions lost, by its audits",
     "completion": "print completion for bash and zsh: source <(vllm-kvevict completion)",
 }

@@ -12,7 +12,8 @@ from benchmarks.quality.kvpress_baseline import KVZIP, PRESSES
 from benchmarks.quality.prompt import SCENARIOS
 from benchmarks.quality.ruler.tasks import TASKS
 from vllm_kvevict.config.config import EvictionConfig
-from vllm_kvevict.config.names import COMPARABLE, POLICY_NAMES
+from vllm_kvevict.config.names import COMPARABLE
+from vllm_kvevict.config.plugins import policy_names
 from vllm_kvevict.ops.fp8 import CACHE_DTYPES
 
 POOLED = ("snapkv", "ada-snapkv")
@@ -66,7 +67,7 @@ class OwnOptions(BaseModel):
 
     @model_validator(mode="after")
     def _own_known(self) -> Self:
-        self._choose("policies", self.policies, POLICY_NAMES, self._may_omit_policies())
+        self._choose("policies", self.policies, policy_names(), self._may_omit_policies())
         for budget in self.budgets:
             EvictionConfig(policy="snapkv", budget=budget, window=self.window)
         if not self._is_remote() and self.model is not None and not Path(self.model).is_dir():

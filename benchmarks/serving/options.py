@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from benchmarks.smollm2 import real_model
 from vllm_kvevict.config.budget import parse_budget
-from vllm_kvevict.config.names import POLICY_NAMES
+from vllm_kvevict.config.plugins import policy_names
 
 DATASETS = ("random", "shared-prefix", "timed-trace")
 
@@ -54,7 +54,7 @@ class Options(BaseModel):
     @model_validator(mode="after")
     def _known(self) -> Self:
         for name, given, known in (
-            ("--policies", self.policies, POLICY_NAMES),
+            ("--policies", self.policies, policy_names()),
             ("--datasets", self.datasets, DATASETS),
         ):
             wrong = [one for one in given if one not in known]

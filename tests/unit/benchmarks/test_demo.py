@@ -3,12 +3,11 @@
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import demo
-from benchmarks.demo import FIRST, block_bytes, draw, server_args, side_by_side, table
+from benchmarks.demo import block_bytes, server_args
 from benchmarks.facts import FACTS, ORDER, questions
 from benchmarks.repeat import COMMIT
 
@@ -45,117 +44,106 @@ def test_a_question_may_come_later():
     assert question.text in text and question.question not in text and question.question in later
 
 
-@pytest.mark.parametrize("evicts", [True, False])
-def test_stock_vllm_is_sent_no_key_of_eviction(monkeypatch, evicts):
-    """It answers HTTP 400 to mappings in ``vllm_xargs``."""
-    sent = []
-
-    def create(**request):
-        sent.append(request)
-        choice = SimpleNamespace(message=SimpleNamespace(content=" Yes. "))
-        return SimpleNamespace(choices=[choice])
-
-    client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
-    monkeypatch.setattr(demo, "OpenAI", lambda **_: client)
-    server = SimpleNamespace(url="http://127.0.0.1:1")
-    done = []
-    told = demo.told(server, "m", questions(2, 900), evicts, lambda: done.append(1))
-    assert told["answers"] == told["later"] == ["Yes."] * 2
-    assert len(done) == 4 and told["questions"] == 2
-    known, later = sent[:2], sent[2:]
-    assert [request["extra_body"] for request in known] == [{}] * 2
-    assert all(bool(request["extra_body"]) == evicts for request in later)
-    assert all(len(request["messages"]) == 2 for request in later)
+def test_a_text_that_repeats_itself_is_no_right_answer():
+    (question,) = (one for one in questions(3, 900) if one.holds == "Iceland")
+    loop = "The story about Iceland is a slice of a larger story. " + (
+        "The story is a slice of a larger story that is a slice of a larger story that is a slice "
+        "of a larger story."
+    )
+    assert question.right(loop) and demo.is_loop(loop) and not demo.is_right(question, loop)
+    said = "Professor Okafor begins her lectures on volcanoes with a story about Iceland."
+    assert demo.is_right(question, said) and not demo.is_right(question, "Of Norway.")
+    assert not any(demo.is_loop(fact) for fact, *_ in FACTS)
 
 
 def test_the_load_is_what_this_machine_has_time_for():
     """The largest that fits, and at least one that shows how many sequences run at once."""
-    sizes = [demo.size_for(seconds, 4) for seconds in (0.1, 3.0, 4.0, 5.0, 7.0, 60.0)]
+    sizes = [demo.size_for(seconds) for seconds in (0.1, 3.0, 4.0, 4.6, 60.0)]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] == (6, 8) and sizes[-1] == (2, 4)
-    for seconds, (count, requests) in ((3.0, sizes[1]), (4.0, sizes[2]), (5.0, sizes[3])):
-        # Each question goes to three servers in two ways, each request to four servers.
-        assert seconds * (6 * count + 4 * 2 * requests) <= demo.TARGET_S
-    assert demo.size_for(5.0, 3) > demo.size_for(5.0, 4), "there is more time for fewer servers"
+    assert len(set(sizes)) == len(demo.SIZES)
+    for seconds, size in zip((0.1, 3.0, 4.0), sizes, strict=False):
+        assert seconds * demo.work(*size) <= demo.TARGET_S
+    assert demo.work(2, 4) == 3 + 36 + 16
 
 
-def test_the_bar_is_full_when_everything_was_done(monkeypatch, tmp_path):
-    """A request of the load counts when the server has finished it."""
-    bars = []
+def test_conversations_are_about_texts_of_their_own():
+    """KV memory holds two of them, and each is as long as the last."""
+    found = demo.dialogues()
+    assert len({one.document for one in found}) == demo.CHATS == 6
+    assert all(len(one.questions) == demo.TURNS == 4 for one in found)
+    characters = 4.4 * demo.BLOCK * (demo.blocks(2) - 1)
+    assert sum(len(one.document) for one in found[:2]) < characters
+    assert sum(len(one.document) for one in found[:3]) > characters
 
-    class Bar(demo.tqdm):
-        def close(self):
-            bars.append((self.n, self.total))
-            super().close()
 
-    def measured(server, model, load, finished):
-        finished(load.num_prompts - 1)
-        finished(1)
-        return {"completed": load.num_prompts}
+class Pretended:
+    """A server that answers everything with one text, and counts what was asked."""
 
-    server = SimpleNamespace(evictions=lambda: {"evictions": 9}, warm_up=lambda: None)
-    monkeypatch.setattr(demo, "tqdm", Bar)
-    monkeypatch.setattr(demo, "start", lambda arguments, *_: dict.fromkeys(arguments, server))
-    monkeypatch.setattr(demo, "measure", measured)
-    monkeypatch.setattr(demo, "answer", lambda *_, **__: "under the flower pot")
+    def __init__(self, label: str) -> None:
+        self.label, self.model, self.url = label, "m", "http://127.0.0.1:1"
+        self.asked: list[dict] = []
+        self.warm, self.evicted = 0, 0
+
+    def warm_up(self) -> None:
+        self.warm += 1
+
+    def evictions(self) -> dict[str, int]:
+        return {"evictions": self.evicted}
+
+
+@pytest.mark.parametrize("evicting", [True, False])
+def test_the_parts_in_their_order(monkeypatch, tmp_path, capsys, evicting):
+    """Stock vLLM is sent no key of eviction, each server is warm before it is counted, and a part
+    in which nothing was evicted is a defect."""
+    servers = {label: Pretended(label) for label in demo.NAMES}
+    order: list[str] = []
+
+    def answer(server, question, xargs):
+        server.asked.append(xargs)
+        server.evicted += evicting
+        return "It is under the flower pot.", 2.0
+
+    def load(server, model, load):
+        order.append(server.label)
+        server.evicted += evicting * load.num_prompts
+        assert ("--extra-body" in load.args()) == (server.label == "eviction")
+        return dict(
+            completed=load.num_prompts, peak_running=2, output_tokens_per_s=9.0, ttft_ms_median=1.0,
+            tpot_ms_median=1.0, preemptions=0,
+        )  # fmt: skip
+
+    def converse(self, server, label):
+        order.append(f"{label} chats")
+        server.evicted += evicting * demo.CHATS
+        return [1.0, 2.0, 3.0, 4.0] if label == "stock" else [2.0, 1.0, 1.0, 1.0]
+
+    def page(self, asked):
+        order.append("page")
+        return tmp_path / "kept.html"
+
+    monkeypatch.setattr(demo, "start", lambda *_: servers)
+    monkeypatch.setattr(demo, "answer", answer)
+    monkeypatch.setattr(demo, "measure", load)
     monkeypatch.setattr(demo, "block_bytes", lambda *_: 1)
-    evicts = ["--kv-eviction", "auto"]
-    _, found = demo.Demo(tmp_path, "float32", evicts, (None, 5)).run()
-    _, fewer = demo.Demo(tmp_path, "float32", evicts, (None, 5), limit=False).run()
-    assert [*fewer, "limit"] == [*found]
-    # Each of six questions goes to three servers in two ways, and each of five requests to all.
-    assert list(dict.fromkeys(bars)) == [(36 + 4 * 10,) * 2, (36 + 3 * 10,) * 2]
-    assert [found[label].get("questions") for label in demo.NAMES] == [6, 6, 6, None]
-    assert found["stock"]["right"] == 1 and found["limit"]["completed"] == 5
-
-
-def rows() -> dict[str, dict]:
-    told = dict(
-        right=7,
-        right_unknown=6,
-        questions=8,
-        completed=4,
-        output_tokens_per_s=20.0,
-        answers=["It is\nhere."],
-    )
-    evicted = told | dict(output_tokens_per_s=30.0, answers=[""], later=["Later."], evictions=3)
-    bits = evicted | dict(output_tokens_per_s=35.0, answers=["Here."], later=["There."])
-    return {
-        "stock": told,
-        "eviction": evicted,
-        "few_bits": bits,
-        "limit": {"output_tokens_per_s": 20.0},
-    }
-
-
-def test_answers_side_by_side():
-    asked = questions(1, 900)
-    text = side_by_side(asked, rows())
-    assert asked[0].question in text and "stock vLLM   It is here." in text
-    assert "asked later  Later." in text
-    assert "int4         Here." in text and "int4, later  There." in text
-
-
-def test_the_comparison(tmp_path):
-    lines = table(rows()).splitlines()
-    (tokens,) = [line for line in lines if "output tokens/s" in line]
-    assert tokens.split()[-5:] == ["20.0", "30.0", "35.0", "20.0", "1.50x"]
-    (evictions,) = [line for line in lines if line.startswith("evictions")]
-    assert evictions.split() == ["evictions", "-", "3", "3", "-", "-"]
-    assert lines[0].endswith("auto / stock")
-    (right,) = [line for line in lines if line.startswith("right, question known")]
-    assert right.split()[-5:] == ["7", "7", "7", "-", "1.00x"]
-    (asked,) = [line for line in lines if line.startswith("questions")]
-    (load,) = [line for line in lines if line.startswith("requests")]
-    assert asked.split()[1:] == ["8", "8", "8", "-", "1.00x"]
-    assert load.split()[1:4] == ["4", "4", "4"]
-    assert table(rows(), FIRST).splitlines() == lines[:3], "what a newcomer needs comes first"
-    without = rows()
-    del without["limit"]
-    tokens = next(line for line in table(without).splitlines() if "output tokens/s" in line)
-    assert tokens.split()[-4:] == ["20.0", "30.0", "35.0", "1.50x"]
-    draw(without, tmp_path / "demo.png")
-    draw(rows(), tmp_path / "demo.png")
+    monkeypatch.setattr(demo.Demo, "_page", page)
+    monkeypatch.setattr(demo.Demo, "_converse", converse)
+    found = demo.Demo(tmp_path, "float32", ["--kv-eviction", "auto"], (3, 5)).run()
+    assert order == ["page", "stock chats", "eviction chats", "stock", "eviction"]
+    assert [one.warm for one in servers.values()] == [1, 1]
+    assert servers["stock"].asked == [{}, {}]
+    ways = [demo.WHOLE, demo.AT_TEXT]
+    assert servers["eviction"].asked == [demo.WHOLE] * 2 + ways * 3
+    assert found["right"] == {"full": 1, "evicted": 1}
+    assert found["evicted_all"] is evicting
+    printed = capsys.readouterr().out
+    assert printed.index("right: 1 of 3") < printed.index("median TTFT") < printed.index("Load: 5")
+    assert re.findall(r"^ratio(.*)$", printed, re.MULTILINE)[0].split() == [
+        "2.00x", "0.50x", "0.33x", "0.25x",
+    ]  # fmt: skip
+    demo.draw(found, tmp_path / "demo.png")
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    text = demo.summary(found)
+    assert "  full     It is under the flower pot. (right)" in text and "Load: 5 prompts" in text
 
 
 def test_the_result_file_has_what_was_printed_and_its_commit():
@@ -175,4 +163,4 @@ def test_it_shows_what_readme_begins_with():
     (command,) = re.findall(r"^ +vllm serve MODEL .*$", readme, re.MULTILINE)
     assert f"--kv-eviction {demo.POLICY} --kv-eviction-budget {demo.BUDGET} " in command
     assert f"| `{demo.POLICY}` | {demo.BUDGET} | " in readme
-    assert "**Throughput and latency.** SmolLM2 " in readme, "the demo's model"
+    assert "\nSmolLM2-135M with its profile, " in readme, "the demo's model"
