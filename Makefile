@@ -5,7 +5,7 @@ PYTEST_ARGS ?=
 PARALLEL := -n 2 --dist loadscope --no-loadscope-reorder
 export VLLM_NO_USAGE_STATS := 1
 
-.PHONY: help setup setup-kvpress setup-clients lint format check test nightly fuzz cells kernels architectures clients connectors demo results wheel dist sbom prometheus \
+.PHONY: help setup setup-kvpress setup-clients lint format check test nightly fuzz cells kernels architectures clients connectors demo papers results wheel dist sbom prometheus \
 	kubectl chromium vllm-source next-vllm hooks clean
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make kernels  what to run when csrc/ or ops/ change: every scene under sanitizers, each barrier left out once"
 	@echo "make clients  openai, LangChain, lm-eval and guidellm against a server that evicts"
 	@echo "make connectors  NIXL between a prefill and a decode server instead of a stand-in, and LMCache"
+	@echo "make papers   the policies of Ada-KV, NACL, H2O and SubGen on our tasks, for hours, next to the papers' numbers"
 	@echo "make results  measure the files of benchmarks/results anew, for hours (REPEAT=--list shows them)"
 	@echo "make wheel    a wheel with the CUDA kernels, in dist/; needs nvcc, no GPU"
 	@echo "make dist     what a package index takes, checked by twine, in dist/; same commit, same bytes"
@@ -100,6 +101,12 @@ connectors: setup
 
 demo: setup
 	@$(PYTHON_VENV) -m benchmarks.demo
+
+# A run that was stopped goes on. PAPERS='--samples 10 --models smollm2' is a part.
+PAPERS ?=
+
+papers: setup
+	@$(PYTHON_VENV) -m benchmarks.papers $(PAPERS)
 
 # All on one commit, from a clean tree. A run that was stopped goes on.
 REPEAT ?=

@@ -275,7 +275,7 @@ class Demo:
             *self.eviction,
         ]  # fmt: skip
         print("\nDrawing which words were kept, half a minute", flush=True)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
         if done.returncode:
             print(f"no page: {done.stderr.strip()[-300:]}", file=sys.stderr)
             return None

@@ -24,6 +24,11 @@ def main(argv: list[str]) -> int:
         options, engine_args = parse(argv)
         from vllm_kvevict.calibrate.engine import run
 
+        print(
+            "loading the model; its first answers tell how long calibrating takes",
+            file=sys.stderr,
+            flush=True,
+        )
         profile, weights = run(options, engine_args)
     except (CommandError, PromptsError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,0 +1,1 @@
+"""The policies of the papers on the tasks of ``benchmarks.quality``."""
