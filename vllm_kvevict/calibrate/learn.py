@@ -18,7 +18,7 @@ from vllm_kvevict.calibrate.lessons import Lesson
 from vllm_kvevict.calibrate.options import CalibrateError
 from vllm_kvevict.calibrate.pace import sentence
 from vllm_kvevict.calibrate.regression import REST, spread_as
-from vllm_kvevict.calibrate.rounds import LEAST_LESSONS, Taught, elapsed, judges_of, teach
+from vllm_kvevict.calibrate.rounds import LEAST_LESSONS, Taught, elapsed, has_networks, teach
 from vllm_kvevict.config.budget import measured_part
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.names import CONFIG_KEY
@@ -326,10 +326,10 @@ def learned(
     model = Model(llm, config.window, config.recent_tokens(config.policy), kv_heads)
     pace = quality.check(model, held_out[:ASKED], least)
     cut_layers = model.layers if 1 < model.layers <= FEW_LAYERS else 0
-    judges = judges_of(len(lessons)) > 0
-    parts = pace.parts(lessons, lessons[:answers], held_out, judges, cut_layers)
-    fewest = pace.parts(lessons[:LEAST_LESSONS], [], [], judges, 0)["probes"]
-    rest, trained = parts["shares"] + parts["quality"], pace.training(lessons, judges)
+    networks = has_networks(len(lessons))
+    parts = pace.parts(lessons, lessons[:answers], held_out, networks, cut_layers)
+    fewest = pace.parts(lessons[:LEAST_LESSONS], [], [], networks, 0)["probes"]
+    rest, trained = parts["shares"] + parts["quality"], pace.training(lessons, networks)
     # Fewer lessons are learned if not all fit.
     parts["probes"] = max(fewest, min(parts["probes"], limit - elapsed() - rest))
     print(sentence(parts), file=sys.stderr, flush=True)

@@ -9,11 +9,12 @@ from typing import Any
 from vllm_kvevict.calibrate import BEGAN
 from vllm_kvevict.calibrate.lessons import Lesson
 
-HELD, MOST_JUDGES = 6, 12
-"""One of so many lessons judges the networks, up to a number; fewer lessons teach linear probes."""
-
 FIRST = 30
 """Lessons after which networks are judged for the first time, then after each doubling."""
+
+HELD = 6
+"""One of so many of the first lessons judges the networks, always the same ones, so that errors
+compare; fewer lessons teach linear probes."""
 
 GAIN = 0.02
 """Relative fall of the held-out error by a doubling of the lessons, below which no more help."""
@@ -45,9 +46,9 @@ class Taught:
         return vars(self) | {"errors": errors}
 
 
-def judges_of(lessons: int) -> int:
-    """Return how many of the first lessons judge networks; 0 if there are too few for networks."""
-    return min(lessons // HELD, MOST_JUDGES)
+def has_networks(lessons: int) -> bool:
+    """Return whether so many lessons are enough for networks."""
+    return lessons >= HELD
 
 
 def elapsed() -> float:
@@ -60,19 +61,20 @@ def teach(model: Any, lessons: Sequence[Lesson], latest: float, progress: Any) -
 
     Args:
         model: Learns from lessons and judges networks.
-        lessons: The first ones judge.
+        lessons: Every :data:`HELD`-th of the first :data:`FIRST` judges.
         latest: Seconds of :func:`elapsed` at which no other lesson begins.
         progress: Shows a bar.
 
     """
-    found, judges, check = Taught(len(lessons)), judges_of(len(lessons)), FIRST
+    found, networks, check = Taught(len(lessons)), has_networks(len(lessons)), FIRST
     for index, lesson in enumerate(progress(lessons, "probes")):
         if index >= LEAST_LESSONS and elapsed() > latest:
             found.stopped = "time"
             break
-        model.learn(lesson, index < judges if judges else None, len(lessons))
+        held = index % HELD == 0 and index < FIRST if networks else None
+        model.learn(lesson, held, len(lessons))
         found.learned = count = index + 1
-        if not judges or count != check or count == len(lessons):
+        if not networks or count != check or count == len(lessons):
             continue
         found.errors.append((count, model.judge()))
         print(_sentence(found.errors), file=sys.stderr, flush=True)
@@ -91,6 +93,6 @@ def _sentence(errors: Sequence[tuple[int, float]]) -> str:
     (count, error), said = errors[-1], ""
     if len(errors) > 1:
         gain = _gain(errors)
-        said = f", {gain:.3f} less than after {errors[-2][0]}; {count} more are expected to gain "
-        said += f"at most as much, and are not learned if this is below {GAIN:.0%}"
-    return f"after {count} lessons the held-out error of networks is {error:.3f}{said}"
+        said = f", {gain:.3f} less than after {errors[-2][0]}; {count} more texts are expected to "
+        said += f"lower it by at most {max(0.0, gain):.3f}"
+    return f"after {count} texts the held-out error of the networks is {error:.3f}{said}"

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from vllm_kvevict.calibrate import rounds
-from vllm_kvevict.calibrate.lessons import Lesson
+from vllm_kvevict.calibrate.lessons import AFTER, TURN, Lesson
 from vllm_kvevict.calibrate.rounds import LEAST_LESSONS, teach
 
 
@@ -33,7 +33,9 @@ def test_all_are_learned_while_the_error_falls(monkeypatch, capsys) -> None:
     found = taught(model, 200)
     assert (found.learned, found.planned, found.stopped) == (200, 200, None)
     assert found.errors == [(30, 0.8), (60, 0.7), (120, 0.6)]
-    assert model.held == [True] * 12 + [False] * 188
+    judges = [index for index, held in enumerate(model.held) if held]
+    assert judges == [0, 6, 12, 18, 24], "the same at each measurement, and of all kinds"
+    assert {TURN[(index + index // AFTER) % len(TURN)] for index in judges} == set(TURN)
     assert "0.100 less than after 60" in capsys.readouterr().err
     assert found.to_json()["errors"][0] == [30, 0.8]
 
