@@ -7,7 +7,7 @@ from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import RequestStatus
 
 from tests.engine.cases import ASYNC, SYNC, counters, engine, evictions, tokens
-from tests.engine.harness import Setup
+from tests.engine.harness import Setup, make_scheduler
 from tests.engine.views import replays_of
 
 AUDITED = [replace(setup, audit=1.0, max_batched=512) for setup in (SYNC, ASYNC)]
@@ -135,3 +135,15 @@ def test_it_hashes_no_prompt():
     core.finish()
     assert seen and core.worker.compared == len(seen)
     assert client.block_hashes and not any(one.block_hashes for one in seen.values())
+
+
+@pytest.mark.parametrize(
+    "others", [dict(sliding_window=32), dict(sliding_window=32, chunked=True), dict(full=True)]
+)
+def test_refused_with_layers_that_do_not_evict(monkeypatch: pytest.MonkeyPatch, others):
+    """vLLM reads the blocks of a hit in every group, and a replay has those of some."""
+    monkeypatch.setattr(Setup, "audits", property(lambda setup: setup.audit))
+    setup = replace(SYNC, audit=1.0, **others)
+    with pytest.raises(ValueError, match=r"--kv-eviction-audit .* eviction in all layers"):
+        make_scheduler(setup)
+    assert make_scheduler(replace(setup, audit=0.0))

@@ -78,11 +78,13 @@ class Replays(Part):
     """
 
     def __init__(self, core: EvictionCore, config: EvictionConfig, stores: PublishedStores) -> None:
-        if not stores.enabled:
+        groups = core.scheduler.kv_cache_config.kv_cache_groups
+        # A replay starts with blocks of every group, and has those of evicting groups only.
+        if not stores.enabled or len(groups) > len(core.managers):
             raise ValueError(
-                "KV eviction: --kv-eviction-audit replays tokens over blocks that requests share, "
-                "but this server shares none: sharing needs prefix caching, eviction in all "
-                "layers, and no draft model."
+                "KV eviction: --kv-eviction-audit replays tokens over the blocks of an evicted "
+                "request, which needs prefix caching, eviction in all layers, and no draft model; "
+                "remove it or serve this model without --kv-eviction."
             )
         if not core.scheduler.log_stats:
             raise ValueError(
@@ -94,7 +96,6 @@ class Replays(Part):
         self._pool = core.cache.block_pool
         self._counters = core.counters
         self._share = parse_share(config.audit)
-        groups = core.scheduler.kv_cache_config.kv_cache_groups
         self._layers = {group: len(groups[group].layer_names) for group in core.managers}
         self._drawn: dict[str, RequestState] = {}
         self._step_spans: dict[str, HiddenStateSpan] = {}

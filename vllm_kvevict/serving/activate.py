@@ -9,7 +9,7 @@ from vllm.logger import init_logger
 from vllm_kvevict.attention.choice import arrange
 from vllm_kvevict.compat.versions import untested
 from vllm_kvevict.config.config import EvictionConfig
-from vllm_kvevict.config.memory_budget import ring_bytes
+from vllm_kvevict.config.memory_budget import evictable_layers, ring_bytes
 from vllm_kvevict.config.names import AUTO, CONFIG_KEY
 from vllm_kvevict.config.profile import Profile
 from vllm_kvevict.config.store_tiers import parse_folder
@@ -138,6 +138,11 @@ def check_audit(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
         raise ValueError(
             "KV eviction: --kv-eviction-audit compares logits of a step of its own, which adapters "
             "do not know; remove --enable-lora or it."
+        )
+    if evictable_layers(vllm_config) < vllm_config.model_config.get_total_num_hidden_layers():
+        raise ValueError(
+            "KV eviction: --kv-eviction-audit replays tokens over the blocks that evictions keep, "
+            "but this model has layers that do not evict; remove it."
         )
 
 

@@ -325,6 +325,14 @@ def test_accepts(build: Build, architecture: str, options: dict[str, Any]) -> No
     assert config.parallel_config.worker_cls == "vllm_kvevict.worker.cpu.EvictingCPUWorker"
 
 
+def test_refuses_audits_where_some_layers_do_not_evict(build: Build) -> None:
+    audited = dict(additional_config={"kv_eviction": dict(policy="ada-snapkv", audit="1%")})
+    build("LlamaForCausalLM", **audited)
+    for architecture in ("Gemma3ForCausalLM", "GptOssForCausalLM"):
+        with pytest.raises(ValueError, match=r"--kv-eviction-audit .* layers that do not evict"):
+            build(architecture, **audited)
+
+
 def test_serves_latent_caches_on_their_backend_for_cpus(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
