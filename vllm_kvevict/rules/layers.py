@@ -12,6 +12,9 @@ from itertools import accumulate
 from math import fsum, log
 from operator import mul
 
+MAX_DIVIDED = 1024
+"""Number of divisions of a budget between groups that are remembered."""
+
 
 @dataclass(frozen=True)
 class Share:
@@ -74,45 +77,68 @@ class Share:
             return max(1, int(budget // page_tokens))
         if budget <= page_tokens:
             return 1
-        total = budget / page_tokens * sum(self.sizes)
-        held = [round(blocks, 6) for blocks in self._fill(total, limit, length / budget, constant)]
-        full = [int(blocks) for blocks in held]
-        left = round(total - sum(map(mul, self.sizes, full)), 6)
-        # The largest remainder is rounded up first. A smaller one is never rounded up instead, so
-        # that of two groups the one with the larger share never keeps less.
-        for group in sorted(range(len(held)), key=lambda group: full[group] - held[group]):
-            if self.sizes[group] > left or full[group] == limit:
-                break
-            full[group] += 1
-            left -= self.sizes[group]
-        return full[self.group]
+        at = self.measured_at if constant else None
+        divided = _divide(self.sizes, self.shares, self.steepest, at, budget, length, page_tokens)
+        return divided[self.group]
 
-    def _fill(self, total: float, limit: int, room: float, constant: bool) -> list[float]:
-        """Return the blocks of every group in [1, ``limit``], by share, with the sum ``total`` over
-        layers."""
-        shares = self.shares
-        if self.steepest is not None and self.steepest > room:
-            bend = (room - 1) / (self.steepest - 1)
-            shares = tuple(1 + (share - 1) * bend for share in shares)
-        if constant and self.measured_at is not None and room * self.measured_at < 1:
-            power = -log(room) / log(self.measured_at)
-            shares = tuple(min(1.0, share * self.measured_at) ** power for share in shares)
-        filled: dict[int, float] = {}
-        while len(filled) < len(shares):
-            free = [group for group in range(len(shares)) if group not in filled]
-            left = total - fsum(self.sizes[group] * blocks for group, blocks in filled.items())
-            each = left / fsum(self.sizes[group] * shares[group] for group in free)
-            wanted = {group: each * shares[group] for group in free}
-            given = {group: min(max(blocks, 1.0), limit) for group, blocks in wanted.items()}
-            excess = fsum(self.sizes[group] * (given[group] - wanted[group]) for group in free)
-            # Only the bound with the greater effect is final: the other may not apply after it.
-            final = {
-                group: blocks
-                for group, blocks in given.items()
-                if abs(excess) < 1e-9 or (blocks - wanted[group]) * excess > 0
-            }
-            filled |= final
-        return [filled[group] for group in range(len(shares))]
+
+@lru_cache(maxsize=MAX_DIVIDED)
+def _divide(
+    sizes: tuple[int, ...],
+    shares: tuple[float, ...],
+    steepest: float | None,
+    measured_at: float | None,
+    budget: float,
+    length: float,
+    page_tokens: int,
+) -> tuple[int, ...]:
+    """Return what :meth:`Share.blocks` returns for every group, which groups ask for in turn.
+
+    ``measured_at`` is None unless shares move towards 1 if more is kept than there.
+    """
+    limit = int(length // page_tokens)
+    total = budget / page_tokens * sum(sizes)
+    room = length / budget
+    if steepest is not None and steepest > room:
+        bend = (room - 1) / (steepest - 1)
+        shares = tuple(1 + (share - 1) * bend for share in shares)
+    if measured_at is not None and room * measured_at < 1:
+        power = -log(room) / log(measured_at)
+        shares = tuple(min(1.0, share * measured_at) ** power for share in shares)
+    held = [round(blocks, 6) for blocks in _fill(sizes, shares, total, limit)]
+    full = [int(blocks) for blocks in held]
+    left = round(total - sum(map(mul, sizes, full)), 6)
+    # The largest remainder is rounded up first. A smaller one is never rounded up instead, so
+    # that of two groups the one with the larger share never keeps less.
+    for group in sorted(range(len(held)), key=lambda group: full[group] - held[group]):
+        if sizes[group] > left or full[group] == limit:
+            break
+        full[group] += 1
+        left -= sizes[group]
+    return tuple(full)
+
+
+def _fill(
+    sizes: tuple[int, ...], shares: tuple[float, ...], total: float, limit: int
+) -> list[float]:
+    """Return the blocks of every group in [1, ``limit``], by share, with the sum ``total`` over
+    layers."""
+    filled: dict[int, float] = {}
+    while len(filled) < len(shares):
+        free = [group for group in range(len(shares)) if group not in filled]
+        left = total - fsum(sizes[group] * blocks for group, blocks in filled.items())
+        each = left / fsum(sizes[group] * shares[group] for group in free)
+        wanted = {group: each * shares[group] for group in free}
+        given = {group: min(max(blocks, 1.0), limit) for group, blocks in wanted.items()}
+        excess = fsum(sizes[group] * (given[group] - wanted[group]) for group in free)
+        # Only the bound with the greater effect is final: the other may not apply after it.
+        final = {
+            group: blocks
+            for group, blocks in given.items()
+            if abs(excess) < 1e-9 or (blocks - wanted[group]) * excess > 0
+        }
+        filled |= final
+    return [filled[group] for group in range(len(shares))]
 
 
 def pyramid(layers: int, beta: float) -> tuple[float, ...]:

@@ -47,26 +47,29 @@ class GroupPositions:
 
     def __init__(self, rule: EvictionRule) -> None:
         self.points: list[int] = []
-        self.candidate = rule.next_point(0) if rule.may_free else None
-        """The next position at which it may evict; None if it never does."""
         self._held: list[tuple[int, int]] = [(0, 0)]
         """Tail start and blocks of the store before the first eviction, and after each one."""
         self._peaks: list[int] = [0]
         """The most blocks that a request holds up to each eviction."""
-        self._now = EvictionProgress(rule, 0, 0, max_length=0)
+        self._now = EvictionProgress(rule, 0, 0)
 
-    def examine(self) -> bool:
-        """Return whether the group evicts at the candidate, and go on to the next one."""
-        assert self.candidate is not None
-        now, point = self._now, self.candidate
-        self.candidate += now.rule.prefill_stride
-        if now.scheduled_gain(point) < 1:
-            return False
-        self._peaks.append(max(self._peaks[-1], self._blocks(point)))
-        now.keep(point)
-        self.points.append(point)
-        self._held.append((now.tail_start, now.store_blocks))
-        return True
+    @property
+    def due(self) -> int | None:
+        """The next position; None if the group never evicts again."""
+        return self._now.next_eviction
+
+    def evict(self) -> None:
+        """Evict at the next position."""
+        assert self.due is not None
+        self._peaks.append(max(self._peaks[-1], self._blocks(self.due)))
+        self.points.append(self.due)
+        self._now.evict(self.due)
+        self._held.append((self._now.tail_start, self._now.store_blocks))
+
+    def due_after(self, point: int) -> int | None:
+        """Return the first position after ``point``, up to which all are known."""
+        count = bisect_right(self.points, point)
+        return self.points[count] if count < len(self.points) else self.due
 
     def _blocks(self, n: int) -> int:
         """Return the blocks of a request of ``n`` tokens, for the last eviction so far."""
@@ -89,9 +92,9 @@ class FixedPositions:
     """All positions at which the groups of a request evict, computed as far as they were asked
     for.
 
-    What is computed for one request is linear in its own prompt and answer: one candidate in each
-    interval of at least four windows, for each group. A client that gives every request rules of
-    its own makes each of them pay for itself, and no other one.
+    What is computed for one request is linear in the evictions of its own prompt and answer. A
+    client that gives every request rules of its own makes each of them pay for itself, and no other
+    one.
 
     Args:
         rules: The rule of each group, with ``every``.
@@ -105,18 +108,11 @@ class FixedPositions:
 
     def up_to(self, n: int) -> list[Position]:
         """Return the positions up to ``n`` tokens, and maybe further ones, in order."""
-        while self._examine(n):
-            pass
-        return self._positions
-
-    def _examine(self, n: int) -> bool:
-        """Examine the next candidate; return False if there is none up to ``n``."""
         groups = self._groups.values()
-        candidates = [one.candidate for one in groups if one.candidate is not None]
-        if not candidates or (point := min(candidates)) > n:
-            return False
-        evicts = [one.examine() for one in groups if one.candidate == point]
-        if any(evicts):
+        while (point := min((g.due for g in groups if g.due is not None), default=n + 1)) <= n:
+            for one in groups:
+                if one.due == point:
+                    one.evict()
             held = {group: one.held(point) for group, one in self._groups.items()}
             self._positions.append(
                 Position(
@@ -126,7 +122,7 @@ class FixedPositions:
                     max(rule.budget(point) / point for rule in self._rules.values()),
                 )
             )
-        return True
+        return self._positions
 
     def sufficient_blocks(self, group: int, n: int) -> int:
         """Return the number of blocks that suffices for a prefill of ``n`` tokens in a group, if no
@@ -152,13 +148,10 @@ class FixedPositions:
         last = LONGEST if progress.max_length is None else progress.max_length
         self.up_to(point)
         of_group = self._groups[group]
-        count = bisect_right(of_group.points, point)
-        while len(of_group.points) == count and self._examine(last - 2):
-            pass
-        due = of_group.points[count] if count < len(of_group.points) else None
+        due = of_group.due_after(point)
         tail_start, store = of_group.held(point)
         after = copy(progress)
-        first = of_group.points[0] if count else None
+        first = of_group.points[0] if store else None
         after.resume(tail_start, store, first, due if due is not None and due + 1 < last else None)
         return after.replayed(prefill_end)
 

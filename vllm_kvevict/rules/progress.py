@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from vllm_kvevict.rules.rule import EvictionRule, blocks_for
 
-LONGEST = 2**21
+LONGEST = 2**40
 """Maximum length in tokens of a request whose maximum is not known."""
 
 
@@ -74,15 +74,36 @@ class EvictionProgress:
 
     def _schedule_point(self, n: int) -> None:
         """Schedule the eviction at the next position after ``n`` that depends on tokens alone."""
-        rule, last = self.rule, LONGEST if self.max_length is None else self.max_length
-        self.next_eviction = None
-        if rule.may_free:
-            # A budget that is a share may keep all tokens of a short text.
-            point = rule.next_point(n)
-            while point is not None and point + 1 < last and self.scheduled_gain(point) < 1:
-                point += rule.prefill_stride
-            self.next_eviction = point if point is not None and point + 1 < last else None
+        last = LONGEST if self.max_length is None else self.max_length
+        point = self.rule.next_point(n) if self.rule.may_free else None
+        if point is not None and point + 1 < last:
+            point = self.next_position(n, last) if n else _first_position(self.rule)
+        self.next_eviction = point if point is not None and point + 1 < last else None
         self._limit_prefill()
+
+    def next_position(self, n: int, last: int) -> int | None:
+        """Return a position after ``n`` at which an eviction gains a block; None if there is none
+        before ``last``.
+
+        A budget that is a share may keep all tokens for long. The search therefore uses steps that
+        grow, and then halves the last one until it is an eighth of the way, or a single interval.
+        The result does not depend on ``last``, because equal tokens must have equal positions
+        whatever the maximum length of a request.
+        """
+        first, stride = self.rule.next_point(n), self.rule.prefill_stride
+        assert first is not None
+        none, gains = -1, 0  # In intervals after the first position.
+        while self.scheduled_gain(first + gains * stride) < 1:
+            if first + gains * stride + 1 >= last:
+                return None
+            none, gains = gains, 4 * gains + 3
+        while gains - none > max(1, gains // 8):
+            middle = (none + gains) // 2
+            if self.scheduled_gain(first + middle * stride) < 1:
+                none = middle
+            else:
+                gains = middle
+        return first + gains * stride
 
     def _limit_prefill(self) -> None:
         due = self.next_eviction
@@ -429,6 +450,13 @@ class EvictionProgress:
         skipped = max(0, (last - self.next_eviction) // step - 1) * step
         self.next_eviction += skipped
         self.tail_start += skipped
+
+
+@lru_cache(maxsize=1024)
+def _first_position(rule: EvictionRule) -> int | None:
+    """Return the first position at which requests of a rule evict, which all of them search
+    for."""
+    return EvictionProgress(rule, 0, 0, max_length=0).next_position(0, LONGEST)
 
 
 @lru_cache(maxsize=4096)

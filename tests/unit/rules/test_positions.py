@@ -180,8 +180,43 @@ def test_a_request_with_rules_of_its_own_pays_for_its_own_tokens(monkeypatch):
             asked = 0
             of_request.up_to(n)
             of_request.sufficient_blocks(0, n)
-            assert asked <= groups * (n // rule.prefill_stride), "at most once in each interval"
+            assert asked <= 2 * groups * (n // rule.prefill_stride), "twice in each interval"
         assert asked > groups, "none of them had been asked for"
         asked, now = 0, EvictionProgress(rules[0], 9000, 9000, max_length=9100)
         of_request.progress_after(0, 8000, now, 9000)
         assert not asked
+
+
+@pytest.mark.parametrize("share", [0.01, 0.5, 0.9, 0.99, 0.999, 0.9999, 0.999999, 1.0])
+@pytest.mark.parametrize("page_tokens", [16, 60])
+def test_a_tiny_request_does_not_walk_through_all_that_it_may_become(
+    monkeypatch: pytest.MonkeyPatch, share: float, page_tokens: int
+) -> None:
+    """Two tokens, and a budget that keeps all for long: 158 ms of the engine at 131,072 tokens."""
+    asked, gain = 0, EvictionProgress.gain
+
+    def counted(self, *args):
+        nonlocal asked
+        asked += 1
+        return gain(self, *args)
+
+    monkeypatch.setattr(EvictionProgress, "gain", counted)
+    shares, found = by_layer((1.9, 1.2, 0.6, 0.3), 4), set()
+    for group in range(4):
+        dues = []
+        for longest in (300, 131_072, 1 << 20, None):
+            rule = EvictionRule(
+                16, 32, 128, every=128, budget_share=share, page_tokens=page_tokens,
+                share=shares[group], protect_first=2,
+            )  # fmt: skip
+            asked = 0
+            request = EvictionProgress(rule, 2, 2, max_length=longest)
+            assert asked <= 2 * 17, "the searched range doubles with every second one"
+            dues.append(request.next_eviction)
+            if request.next_eviction is not None:
+                assert request.scheduled_gain(request.next_eviction) > 0
+        # The maximum length decides whether it is reached, not where it is.
+        known = [due for due in dues if due is not None]
+        assert len(set(known)) <= 1
+        found |= set(known)
+    assert found or share == 1.0
