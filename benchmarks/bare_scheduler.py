@@ -51,7 +51,8 @@ class Setup:
     files that fail, None for no files; ``offload`` is the number of chunks, of ``chunk`` blocks,
     that vLLM's own offload has, which stores ``answers``, too. ``connector`` is one that loads
     whole prompts; ``load_failure`` is vLLM's policy if it cannot. With ``events``, KV-cache events
-    are made, which describe the offload's chunks. ``store_dtype`` is the type of stored tokens.
+    are made, which describe the offload's chunks. ``store_dtype`` is the type of stored tokens,
+    and ``cap`` the maximum budget of a request.
     """
 
     budget: int | str = 40
@@ -92,6 +93,7 @@ class Setup:
     load_failure: str = "recompute"
     events: bool = False
     store_dtype: str = "auto"
+    cap: int | None = None
 
     @property
     def page(self) -> int:
@@ -256,7 +258,8 @@ def eviction_config(setup: Setup) -> EvictionConfig:
         profile=layer_shares(setup.shares) if setup.shares else None,
         shared_blocks=setup.shared,
         when=setup.when,
-        allow="snapkv,streaming-llm,h2o,none",
+        allow="snapkv,streaming-llm,h2o" + ("" if setup.cap else ",none"),
+        max_budget=setup.cap,
         store_memory=setup.keeps,
         audit=setup.audits,
         store_dtype=setup.store_dtype,

@@ -71,6 +71,20 @@ def test_the_rest_of_the_prompt_is_held_beside_the_store(setup):
 
 
 @BOTH
+def test_under_a_cap_the_eviction_after_a_point_waits_for_no_second_store(setup):
+    """Without one it comes when the store that others may hold counts for nothing: at a share of
+    a quarter and a point of 100,000 tokens after 33,000 more."""
+    lengths = []
+    for cap in (None, 80):
+        core = engine(replace(setup, budget=80, interval=8, cap=cap, blocks=90))
+        core.add(tokens(160), 100, asked=dict(kv_eviction_at=150))
+        lengths.append(walk(core))
+    without, capped = lengths
+    assert without[0] == capped[0] == 150
+    assert capped[1] <= 160 + 2 * 8 < without[1]
+
+
+@BOTH
 def test_a_point_with_nothing_to_evict_means_a_prompt_too_short_to_evict(setup):
     core = engine(setup)
     core.add(tokens(160), 60, asked={"kv_eviction_at": 47})

@@ -144,7 +144,7 @@ class EvictionConfig(BaseModel):
         default=None,
         description=(
             "Maximum budget that a request may ask for: tokens, or a share. "
-            "Requests may then not switch eviction off, and their intervals have bounds."
+            "Requests may then not switch eviction off, and their intervals are the server's."
         ),
     )
     protect_system: bool = Field(
@@ -413,17 +413,6 @@ class EvictionConfig(BaseModel):
         """Minimum number of tokens between evictions at fixed positions that a request may ask
         for, other than 0."""
         return self._min_interval(self.every)
-
-    @property
-    def min_interval(self) -> int:
-        """Minimum number of decode steps between evictions that a request may ask for, other than
-        0.
-
-        If budgets are capped, clients are not trusted: a request then reads the window's queries
-        again, and holds a ring slot, for at most a quarter of its steps, or as often as the
-        server's own interval makes it.
-        """
-        return 1 if self.max_budget is None else self._min_interval(self.interval)
 
     def _min_interval(self, own: int) -> int:
         bound = MIN_INTERVAL_WINDOWS * self.window

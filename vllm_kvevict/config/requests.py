@@ -129,9 +129,7 @@ def parse_options(
     options = RequestOptions(
         policy=policy,
         budget=_budget(config, given, recent),
-        interval=_interval(
-            config, given, INTERVAL, config.min_interval, config.interval, "decode steps"
-        ),
+        interval=_interval(config, given, INTERVAL, 1, config.interval, "decode steps"),
         protect_first=_protect_first(given, prompt_len),
         at=_at(given, prompt_len),
         cap=config.max_budget,
@@ -198,20 +196,22 @@ def _interval(
     given: Mapping[str, Any],
     key: str,
     shortest: int,
-    longest: int,
+    own: int,
     what: str,
 ) -> int | None:
-    """Return an interval in ``what``: 0, or at least ``shortest``. If budgets are capped and the
-    server has an interval, it is at most that, ``longest``, and not 0."""
+    """Return an interval in ``what``: 0, or at least ``shortest``; the server's ``own`` if budgets
+    are capped.
+
+    Clients are not trusted then: with a shorter interval they would buy more evictions than others,
+    and with a longer one keep more than the cap.
+    """
     if key not in given:
         return None
     interval = _number(given, key, minimum=0, what=what)
-    capped = config.max_budget is not None and longest > 0
-    if capped and not shortest <= interval <= longest:
-        bounds = f"between {shortest} and {longest}" if shortest < longest else str(longest)
+    if config.max_budget is not None and interval != own:
         raise ValueError(
-            f"KV eviction: {key} must be {bounds} {what} on this server, which caps budgets, not "
-            f"{interval}"
+            f"KV eviction: {key} must be {own} {what} on this server, which caps budgets, not "
+            f"{interval}; omit the key"
         )
     if 0 < interval < shortest:
         raise ValueError(
@@ -224,10 +224,11 @@ def _interval(
 def _every(config: EvictionConfig, given: Mapping[str, Any]) -> int | None:
     """Return the tokens between evictions that depend on tokens alone.
 
-    A request that names its own points or intervals is not evicted so, unless it asks for it.
+    A request that names its own points or intervals is not evicted so, unless it asks for it, or
+    unless budgets are capped: it would keep more than the cap inside its prompt.
     """
-    if EVERY not in given:
-        own = any(key in given for key in (AT, INTERVAL, PREFILL_INTERVAL))
+    own = [key for key in (AT, INTERVAL, PREFILL_INTERVAL) if key in given]
+    if EVERY not in given and not (config.every and own and config.max_budget is not None):
         return 0 if config.every and own else None
     if not config.every and _number(given, EVERY, minimum=0, what="tokens"):
         raise ValueError(
@@ -235,12 +236,16 @@ def _every(config: EvictionConfig, given: Mapping[str, Any]) -> int | None:
             "omit the key or give 0"
         )
     every = _interval(config, given, EVERY, config.min_every, config.every, "tokens")
-    for key in (AT, INTERVAL, PREFILL_INTERVAL):
-        if every and key in given:
-            raise ValueError(
-                f"KV eviction: {key} cannot be combined with {EVERY} {every}, which evicts at "
-                f"fixed positions only; give {EVERY} 0 or omit {key}"
-            )
+    if own and config.max_budget is not None and config.every:
+        raise ValueError(
+            f"KV eviction: {own[0]} is not for this server, which caps budgets and evicts every "
+            f"{config.every} tokens; omit the key"
+        )
+    if own and every:
+        raise ValueError(
+            f"KV eviction: {own[0]} cannot be combined with {EVERY} {every}, which evicts at "
+            f"fixed positions only; give {EVERY} 0 or omit {own[0]}"
+        )
     return every
 
 

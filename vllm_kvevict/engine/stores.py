@@ -115,6 +115,8 @@ class PublishedStores:
             state.store_key is not None
             and state.store_key.point == state.options.at
             and not self._table.evicts_shared
+            # It may hold nearly two stores then.
+            and self._table.config.max_budget is None
             and not any(rule.prefill_stride for rule in state.rules.values())
         ):
             state.share_context()

@@ -167,7 +167,7 @@ class EvictionRule:
 
     @cached_property
     def _first_point(self) -> int:
-        kept = replace(self, share=None, cap=None).store_blocks(0) * self.page_tokens
+        kept = replace(self, share=None).store_blocks(0) * self.page_tokens
         recent = self._whole_blocks(self.protected)
         if self.every:
             # A store that others continue ends with a whole block.

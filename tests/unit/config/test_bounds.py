@@ -2,6 +2,7 @@
 both sides, and the work that is left to choose."""
 
 from dataclasses import dataclass, field
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests.snippets import ROOT
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.requests import KEYS, RequestOptions, parse_options
 from vllm_kvevict.rules.progress import EvictionProgress
+from vllm_kvevict.rules.rule import EvictionRule
 
 PROMPT, BLOCK, WINDOW = 1000, 32, 32
 
@@ -48,29 +50,33 @@ BOUNDS = [
     Bound("kv_eviction_budget", [33, 256], [32, 257], ([33, 10**6], [32])),
     Bound("kv_eviction_budget", ["25.6%"], ["25.7%"], (["100%"], ["0%", "101%"])),
     Bound("kv_eviction_budget", [33, 500, "50%"], [32, 501, "51%"], ([10**6], []), cap="50%"),
-    # Four windows, or the server's own interval if it is shorter; at most the server's own.
+    # The server's own.
     Bound("kv_eviction_interval", [64], [0, 1, 63, 65], ([0, 1, 10**6], [-1])),
     Bound(
-        "kv_eviction_interval", [128, 512], [0, 1, 127, 513], ([0, 1, 10**6], [-1]),
+        "kv_eviction_interval", [512], [0, 128, 511, 513], ([0, 1, 10**6], [-1]),
         server=dict(interval=512),
     ),
     Bound(
-        "kv_eviction_interval", [0, 128, 10**6], [1, 127], ([0, 1, 10**6], [-1]),
+        "kv_eviction_interval", [0], [1, 127, 128, 10**6], ([0, 1, 10**6], [-1]),
         server=dict(interval=0),
     ),
     Bound(
-        "kv_eviction_interval", [0, 400], [1, 399], ([0, 1], [-1]),
-        server=dict(interval=0, window=100),
+        "kv_eviction_interval", [], [0, 64, 128], ([0, 1], [-1]),
+        server=dict(every=64),
     ),
-    # The same inside the prompt, where the lower bound holds without a cap, too.
-    Bound("kv_eviction_prefill_interval", [0, 128, 10**6], [1, 127], ([0, 128], [1, 127])),
+    # The same inside the prompt; without a cap four windows, or the server's own if it is shorter.
+    Bound("kv_eviction_prefill_interval", [0], [1, 127, 128, 10**6], ([0, 128], [1, 127])),
     Bound(
         "kv_eviction_prefill_interval", [64], [0, 1, 63, 65], ([0, 64, 10**6], [1, 63]),
         server=dict(prefill_interval=64),
     ),
     Bound(
-        "kv_eviction_prefill_interval", [128, 512], [0, 1, 127, 513], ([0, 128, 10**6], [1, 127]),
+        "kv_eviction_prefill_interval", [512], [0, 128, 511, 513], ([0, 128, 10**6], [1, 127]),
         server=dict(prefill_interval=512),
+    ),
+    Bound(
+        "kv_eviction_prefill_interval", [], [0, 128], ([0, 128], [1]),
+        server=dict(every=64),
     ),
     # Only a server that evicts at fixed positions itself lets requests choose others.
     Bound("kv_eviction_every", [0], [1, 128], ([0], [1, 128])),
@@ -79,7 +85,7 @@ BOUNDS = [
         server=dict(every=64),
     ),
     Bound(
-        "kv_eviction_every", [128, 512], [0, 1, 127, 513], ([0, 128, 10**6], [1, 127]),
+        "kv_eviction_every", [512], [0, 128, 511, 513], ([0, 128, 10**6], [1, 127]),
         server=dict(every=512),
     ),
     # In whole blocks, with the window and one more block.
@@ -89,6 +95,10 @@ BOUNDS = [
     Bound(
         "kv_eviction_at", [872, 1000, -1], [1, 871], ([1, 1000], [0, 1001]),
         server=dict(interval=0),
+    ),
+    Bound(
+        "kv_eviction_at", [], [1, 872, 1000, -1], ([1, 1000], [0, 1001]),
+        server=dict(every=64),
     ),
     Bound("kv_eviction_when", ["always"], ["pressure"], (["always", "pressure"], ["never"])),
     Bound(
@@ -175,8 +185,88 @@ def test_no_choice_evicts_more_often_than_the_bounds_say(
             request.evict(n)
             in_prompt += n <= prompt
             in_answer += n > prompt
-    shortest = min(4 * WINDOW, interval or 4 * WINDOW)
-    streamed = min(4 * WINDOW, inside or 4 * WINDOW)
-    assert in_answer <= 1 + answer // shortest
+    # Intervals are whole blocks. A prompt that is too short evicts when the answer is long enough.
+    assert in_answer <= 1 + (answer // interval if interval else 0)
     # One at the point of the request's own, and one at the end.
-    assert in_prompt <= 2 + prompt // streamed
+    assert in_prompt <= 2 + (prompt // inside if inside else 0)
+
+
+AT_BOUNDS: dict[str, list[Any]] = {
+    "kv_eviction": ["streaming-llm", "none"],
+    "kv_eviction_budget": [33, 256, "25.6%"],
+    "kv_eviction_interval": [0, 1, 64, 512],
+    "kv_eviction_prefill_interval": [0, 64, 512],
+    "kv_eviction_every": [0, 64, 512],
+    "kv_eviction_protect_first": [96, 192],
+    "kv_eviction_when": ["always", "pressure"],
+    "kv_eviction_at": [1, 300, 872, PROMPT],
+}
+ANSWER = 1200
+
+
+def wishes() -> list[dict[str, Any]]:
+    """All combinations of up to three keys at their bounds; fails for a key that is not there."""
+    return [
+        dict(zip(keys, values, strict=True))
+        for count in range(4)
+        for keys in combinations(KEYS, count)
+        for values in product(*(AT_BOUNDS[key] for key in keys))
+    ]
+
+
+def use(rule: EvictionRule, at: int | None = None) -> tuple[list[int], int]:
+    """What a request holds in tokens after each of its tokens, and its number of evictions."""
+    ends, held, evictions = PROMPT + ANSWER, [0], 0
+    request = EvictionProgress(rule, PROMPT, PROMPT, at, ends)
+    for n in range(1, ends):
+        if request.is_due(n):
+            request.evict(n)
+            evictions += 1
+        held.append(n - request.tail_start + request.store_blocks * rule.page_tokens)
+    return held, evictions
+
+
+CAPPED: list[dict[str, Any]] = [
+    dict(),
+    dict(interval=0),
+    dict(interval=512),
+    dict(every=64),
+    dict(every=512, interval=0),
+    dict(prefill_interval=64),
+    dict(prefill_interval=512, interval=0),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cap", [256, "25.6%"])
+@pytest.mark.parametrize("flags", CAPPED, ids=str)
+def test_no_choice_keeps_more_than_the_cap_or_evicts_more_than_the_server(
+    flags: dict[str, Any], cap: int | str
+) -> None:
+    """Token by token: the cap and what comes between two evictions of the server."""
+    config = server(cap, **flags)
+    rules, rule = config.layer_rules(BLOCK, 1), config.rule(BLOCK)
+    # The least that a request may keep evicts first.
+    _, most = use(RequestOptions("snapkv", budget=WINDOW + 1).own_rule(rule))
+    seen: set[RequestOptions] = set()
+    for asked in wishes():
+        try:
+            options = parse_options(config, asked, PROMPT, rules)
+        except ValueError:
+            continue
+        assert options.evicts and options.when == "always"
+        if options in seen:
+            continue
+        seen.add(options)
+        held, evictions = use(options.own_rule(rule), options.at)
+        assert evictions <= most + (options.at is not None), asked
+        for n, tokens in enumerate(held):
+            length = max(n, PROMPT)
+            allowed = 256 if isinstance(cap, int) else max(128, int(0.256 * length))
+            if n <= PROMPT:
+                between = flags.get("every") or flags.get("prefill_interval") or PROMPT
+            else:
+                between = flags.get("every") or flags.get("interval", 64) or n - PROMPT
+            # Whole blocks: of the store, of the window, and of the interval.
+            assert tokens <= allowed + between + 2 * BLOCK, (asked, n)
+    assert len(seen) > 5 and most
