@@ -145,17 +145,23 @@ def end(number: int) -> NoReturn:
 def interruptible(ends: bool = False) -> Iterator[None]:
     """Raise :class:`Interrupted` in the main thread at SIGINT and SIGTERM, inside the context.
 
-    An event loop's handler only notes a signal, which has no effect until the loop runs again. The
-    former handlers are restored. A signal without a handler ends the process, as it would have, but
-    after the context has unwound.
+    The former handlers are restored. A signal without a handler ends the process, as it would have,
+    but after the context has unwound. Handlers of a program that uses this package as a library
+    stay and are called, unless the caller ends the process.
 
     Args:
         ends: True if the caller ends this process then. It ends after :data:`END_AFTER` seconds at
-            the latest: unwinding may wait for a pool of threads, such as those of a download.
+            the latest: unwinding may wait for a pool of threads, such as those of a download. An
+            event loop's handler, which only notes a signal until the loop runs again, is replaced.
 
     """
     mine = threading.current_thread() is threading.main_thread()
     former = {number: signal.getsignal(number) for number in SIGNALS if mine}
+    if not ends:
+        default = signal.SIG_DFL, signal.default_int_handler
+        former = {number: handler for number, handler in former.items() if handler in default}
+    # A handler that was not set from Python could not be restored.
+    former = {number: handler for number, handler in former.items() if handler is not None}
 
     def unwind(number: int, frame: FrameType | None) -> NoReturn:
         if ends:
@@ -185,9 +191,7 @@ def _end_now(number: int) -> NoReturn:
 
 def _restore(handlers: dict[signal.Signals, Any]) -> None:
     for number, handler in handlers.items():
-        # None is a handler that was not set from Python.
-        if handler is not None:
-            signal.signal(number, handler)
+        signal.signal(number, handler)
 
 
 class Leash:

@@ -19,6 +19,7 @@ import pytest
 from tests.commands import MOMENTS, ROOT, WAYS, Command, processes
 from tests.http_stand_in import JsonHandler, served
 from tests.nightly import covering, nightly, some
+from vllm_kvevict.processes import Interrupted, interruptible
 
 STUBBORN = """
 import os, signal, time
@@ -291,3 +292,30 @@ def test_real_commands_print_what_tests_wait_for(file, text):
     else:
         texts = [line for line in source.splitlines() if line.strip().startswith("say ")]
     assert any(text in one for one in texts if isinstance(one, str))
+
+
+def test_a_programs_own_handler_stays_and_is_called():
+    """A trainer saves its state at SIGTERM, and makes an engine that calibrates first."""
+    calls: list[int] = []
+    former = signal.signal(signal.SIGTERM, lambda number, frame: calls.append(number))
+    mine = signal.getsignal(signal.SIGTERM)
+    try:
+        with interruptible():
+            signal.raise_signal(signal.SIGTERM)
+        assert calls == [signal.SIGTERM] and signal.getsignal(signal.SIGTERM) is mine
+        with pytest.raises(Interrupted), interruptible(ends=True):
+            signal.raise_signal(signal.SIGTERM)
+        assert calls == [signal.SIGTERM] and signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_handler_that_is_not_pythons_stays(monkeypatch, ends):
+    """It could not be restored."""
+    replaced = []
+    monkeypatch.setattr(signal, "getsignal", lambda number: None)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: replaced.append(number))
+    with interruptible(ends):
+        pass
+    assert not replaced
