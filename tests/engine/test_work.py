@@ -128,3 +128,21 @@ def test_prompts_that_evict_as_they_stream_in_do_not_all_do_so_in_one_step():
         for request_id, end in found.items():
             ends.setdefault(request_id, []).append(end)
     assert all(ends[request.request_id] == [72, 104, 136, 168, 200] for request in requests)
+
+
+def with_an_interval(interval: int) -> int:
+    """Lines of a step in which one request comes and another one waits."""
+    core = Bare(replace(SYNC, interval=interval, blocks=900, longest=300_000, max_num_seqs=2))
+    core.add(tokens(20), 280_000)
+    core.step()
+    core.add(tokens(20, 1), 280_000)
+    core.add(tokens(100, 2), 280_000)
+    lines = core.scheduling()
+    assert len(core.scheduler.running) == 2 and core.scheduler.waiting
+    return lines
+
+
+def test_a_forecast_costs_the_same_for_any_interval():
+    """27 ms whenever a request came or went, at an interval of 32,768, which stands for never."""
+    short, long = with_an_interval(64), with_an_interval(262_144)
+    assert long - short < 100, f"lines: {short}, {long}"

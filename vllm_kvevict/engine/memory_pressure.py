@@ -10,10 +10,11 @@ watermark, after vLLM has scheduled a step and before the step is planned.
 
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, islice
+from itertools import islice
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
+import numpy as np
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 
 from vllm_kvevict.engine.blocks import EvictionCore
@@ -68,13 +69,14 @@ class Forecast:
 
     def __init__(self, core: EvictionCore) -> None:
         self._core = core
-        self._interval = max(rule.stride for rule in core.table.rules.values())
+        longest = max(rule.stride for rule in core.table.rules.values())
+        # No answer is longer than a sequence may be.
+        self._interval = min(longest, core.table.max_model_len)
         self._limit = core.cache.block_pool.num_gpu_blocks // MAX_RESERVE_DIVISOR
         self._running = self._age = 0
-        self._held: list[int] = [0]
-        """Additional blocks that running requests hold after each step."""
-        self._peaks: list[int] = [0]
-        """Maximum of the same from each step on."""
+        self._held = self._peaks = np.zeros(1, np.int64)
+        """Additional blocks that running requests hold after each step, and the maximum of the same
+        from each step on."""
         self.last = 0
         """The last :meth:`peak`."""
 
@@ -86,14 +88,15 @@ class Forecast:
         quarter of the pool.
         """
         if not self._interval or not self._core.scheduler.waiting:
-            self._running, self._held, self._peaks, self.last = -1, [0], [0], 0
+            self._held = self._peaks = np.zeros(1, np.int64)
+            self._running, self.last = -1, 0
             return 0
         running, self._age = len(self._core.scheduler.running), self._age + 1
         if running != self._running or self._age >= FORECAST_STEPS:
             self._running, self._age = running, 0
-            self._held = list(accumulate(self._changes()))
-            self._peaks = list(accumulate(reversed(self._held), max))[::-1]
-            self.last = min(self._limit, max(0, self._peaks[0]))
+            self._held = np.cumsum(self._changes())
+            self._peaks = np.maximum.accumulate(self._held[::-1])[::-1]
+            self.last = min(self._limit, max(0, int(self._peaks[0])))
         return self.last
 
     def peak_with(self, state: RequestState, hit: int, shared: Mapping[int, int]) -> int:
@@ -124,8 +127,8 @@ class Forecast:
         # The request itself grows, too, until it evicts again.
         size = min(manager.block_size for manager in self._core.managers.values())
         answer = blocks_for(len(self._held) - returned, size) * grows
-        later = self._peaks[returned] + answer - gain
-        return max(0, min(self.last, max(later, *self._held[: returned + 1])))
+        later = int(self._peaks[returned]) + answer - gain
+        return max(0, min(self.last, max(later, int(self._held[: returned + 1].max()))))
 
     def _steps_of_prefill(self, tokens: int) -> int:
         """Return the steps in which ``tokens`` tokens of a prompt are computed, after those of the
@@ -136,9 +139,9 @@ class Forecast:
         a_step = max(1, scheduler.max_num_scheduled_tokens - len(scheduler.running))
         return blocks_for(tokens, a_step)
 
-    def _changes(self) -> list[int]:
-        """Return the blocks taken, less those freed, for each step."""
-        changes = [0] * (self._interval + PIPELINE_STEPS + 1)
+    def _changes(self) -> np.ndarray:
+        """Return the blocks taken, less those freed, for each step: [steps] int64."""
+        changes = np.zeros(self._interval + PIPELINE_STEPS + 1, np.int64)
         # Number of requests that take a block in each step of a block's length, by block size.
         grows = {m.block_size: [0] * m.block_size for m in self._core.managers.values()}
         for request in self._core.scheduler.running:
@@ -155,8 +158,7 @@ class Forecast:
         for size, first_steps in grows.items():
             for first, requests in enumerate(first_steps):
                 if requests:
-                    for step in range(first, len(changes), size):
-                        changes[step] += requests
+                    changes[first::size] += requests
         return changes
 
     def _contribution(self, state: RequestState, length: int) -> list[tuple[int, int, int, int]]:
