@@ -1,7 +1,7 @@
 """vLLM's schedulers as a server's settings make them, without a model or a worker."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
 from typing import Any
@@ -93,7 +93,7 @@ class Setup:
     load_failure: str = "recompute"
     events: bool = False
     store_dtype: str = "auto"
-    cap: int | None = None
+    cap: int | None = field(default=None, repr=False)
 
     @property
     def page(self) -> int:

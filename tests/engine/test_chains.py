@@ -25,6 +25,7 @@ from tests.engine.harness import Engine, Setup
 from tests.engine.test_own_settings import walk
 from tests.nightly import covering, nightly
 from vllm_kvevict.rules.rule import EvictionRule
+from vllm_kvevict.rules.step_plan import PLAN
 
 POINTS = range(72, 2000, 32)
 
@@ -368,3 +369,37 @@ def test_groups_that_evict_at_different_positions(setup, groups):
     free = core.setup.blocks - 1 - used_blocks(core)
     assert free == core.setup.blocks - 1
     assert not evictions(core.step())
+
+
+@BOTH
+def test_a_store_that_is_there_already_is_not_counted_as_published(setup):
+    """A request that may read no cache makes the stores of its chain again."""
+    core = conversations(setup)
+    first = core.add(tokens(150), 4)
+    core.finish()
+    made, ran = counters(core).stores_published, counters(core).evictions
+    assert made == len([point for point in POINTS if point <= 150]) == ran
+    again = core.add(tokens(150), 4)
+    again.skip_reading_prefix_cache = True
+    core.finish()
+    assert first.is_finished() and again.is_finished()
+    assert (counters(core).stores_published, counters(core).evictions) == (made, 2 * ran)
+
+
+@BOTH
+def test_what_a_failed_policy_kept_is_no_store(setup):
+    """A policy of another package failed, and the worker kept the newest tokens."""
+    core = conversations(setup)
+    core.add(tokens(150), 4)
+    output = core.step()
+    core.settle()
+    (eviction,) = getattr(output, PLAN).evictions
+    (group,) = eviction.groups
+    second = core.add(tokens(150), 4)
+    assert core.scheduler._stores.unscored([(eviction.request_id, group.store[0])])
+    made = counters(core).stores_published
+    core.finish()
+    # The first request makes no further store of its chain, and the second one all.
+    assert made == 1 and counters(core).stores_reused == 0
+    assert counters(core).stores_published - made == len([p for p in POINTS if p <= 150])
+    assert second.is_finished()

@@ -71,6 +71,22 @@ def test_the_rest_of_the_prompt_is_held_beside_the_store(setup):
 
 
 @BOTH
+def test_answers_over_the_store_of_another_request_are_not_whole(setup):
+    """Of 68 such answers 66 counted as answers with the full cache."""
+    core = engine(replace(setup, max_batched=512, blocks=200))
+    for seed in range(5):
+        asked = dict(AT_100, kv_eviction_protect_first=8, kv_eviction_interval=0)
+        core.add(tokens(100) + tokens(20, seed), 4, asked=asked)
+        walk(core)
+    core.add(tokens(20, 99), 4)
+    core.finish()
+    found = counters(core)
+    assert found.stores_reused == 4 and found.evictions == 1
+    assert (found.requests_whole, found.requests_evicted) == (1, 5)
+    assert found.tokens_protected == 5 * 8
+
+
+@BOTH
 def test_under_a_cap_the_eviction_after_a_point_waits_for_no_second_store(setup):
     """Without one it comes when the store that others may hold counts for nothing: at a share of
     a quarter and a point of 100,000 tokens after 33,000 more."""

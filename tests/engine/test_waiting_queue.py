@@ -111,3 +111,19 @@ def test_a_reset_lets_the_next_one_compute_the_document(setup):
     core.finish()
     assert all(request.num_output_tokens == 4 for request in asked)
     assert counters(core).evictions == 1 and counters(core).stores_reused == 3
+
+
+@pytest.mark.parametrize("setup", SETUPS[::2], ids=["sync", "async"])
+def test_a_clock_that_is_set_back_changes_no_order(setup):
+    """The times of arrival are those of API servers."""
+    core = engine(setup)
+    asked = [
+        core.add(DOCUMENT + tokens(10, seed), 4, asked=ONCE, arrival_time=arrival)
+        for seed, arrival in enumerate((100.0, 101.0, 50.0, 102.0, 40.0))
+    ]
+    admitted: list[str] = []
+    while core.scheduler.has_unfinished_requests():
+        admitted += [new.req_id for new in core.step().scheduled_new_reqs]
+    core.finish()
+    assert counters(core).stores_reused == 4
+    assert admitted == [request.request_id for request in asked]

@@ -100,6 +100,7 @@ class StepPlanner:
                 plan.reused[state.request_id] = self._stores.plan(state)
                 store, state.pending_store = state.pending_store, None
                 if state.replay_store is None:
+                    self._note_evicted(state)
                     store.starts += 1
                     self._stores.windows.keep_of(state, store)
                     self._counters.stores_reused += 1
@@ -214,8 +215,7 @@ class StepPlanner:
 
     def _evict(self, state: RequestState, quote: Quote, end: int) -> Eviction:
         in_prefill = state.in_prefill(end)
-        if not state.evicted:
-            self._counters.tokens_protected += state.options.protect_first
+        self._note_evicted(state)
         reads_window = state.reads_window(end)
         ring = state.ring if reads_window and self._turns.recorded(state, end) else None
         if state.makes_links:
@@ -244,6 +244,12 @@ class StepPlanner:
         policy, first = state.options.policy, state.options.protect_first
         share, in_context = largest_share(state.progress, end), end <= state.context_end
         return Eviction(state.request_id, end, ring, evictions, policy, first, share, in_context)
+
+    def _note_evicted(self, state: RequestState) -> None:
+        """Record that a request evicts, or that it starts with what another one kept."""
+        if not state.evicted:
+            state.evicted = True
+            self._counters.tokens_protected += state.options.protect_first
 
     def free_replaced(self, plan: StepPlan) -> None:
         """Free the blocks that the evictions of a processed step replaced."""

@@ -161,7 +161,8 @@ class RequestState:
     """Sequence number of the last eviction under pressure, among those of all requests; 0 if there
     was none."""
     evicted: bool = False
-    """True if the request was evicted at least once, preemptions included."""
+    """True if the request was evicted at least once, or started with the store of another one,
+    preemptions included."""
     hit_capped: bool = False
     """True if a prefix-cache hit of the request was shortened."""
     prefill_end: int = 0
@@ -329,7 +330,7 @@ class RequestState:
     def evict(self, group: int, end: int) -> tuple[int, int]:
         """Advance the progress of one group; return the old and the new tail start."""
         tail_starts = self.progress[group].evict(end)
-        self.base_store, self.evicted, self.evicted_at = None, True, end
+        self.base_store, self.evicted_at = None, end
         self.refresh()
         return tail_starts
 

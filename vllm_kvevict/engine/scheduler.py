@@ -138,6 +138,7 @@ class EvictingScheduler(Scheduler):
         return read_options(request, config, rules, drafts, self.max_model_len, blocks, handed_over)
 
     def add_request(self, request: "Request") -> None:
+        self._waiting_queue.arrived(request)
         super().add_request(request)
         if request.request_id in self._table.states or request.request_id not in self.requests:
             # A session that continues or has ended, or an internal request.
@@ -237,7 +238,8 @@ class EvictingScheduler(Scheduler):
     ) -> "dict[int, EngineCoreOutputs]":
         plan: StepPlan | None = getattr(scheduler_output, PLAN, None)
         measured: dict[str, Any] = getattr(model_runner_output, MEASURED, None) or {}
-        self._recompute(self._stores.executed(plan, measured.get("stores", ())))
+        lost = self._stores.executed(plan, measured.get("stores", ()))
+        self._recompute(lost + self._stores.unscored(measured.get("unscored", ())))
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._stores.resolve()
         if self._remote is not None:

@@ -61,6 +61,7 @@ class PublishedStores:
         self._manager = manager = core.cache
         self._table = core.table
         self._managers = core.managers
+        self._totals = core.counters
         self.windows = Windows(core)
         """The groups that do not evict."""
         self.enabled = enabled and manager.enable_caching and self.windows.complete
@@ -214,6 +215,32 @@ class PublishedStores:
         """
         return []
 
+    def unscored(self, evictions: Sequence[tuple[str, int]]) -> list[PublishedStore]:
+        """Drop the stores of evictions with a policy that failed, which keep other tokens than
+        their keys say.
+
+        Args:
+            evictions: Requests, each with the first block of a store that it made.
+
+        Returns:
+            The stores. What was computed over them is not what their requests asked for.
+
+        """
+        lost = {self._by_block.get(block_id) for _, block_id in evictions}
+        for request_id, _ in evictions:
+            if (state := self._table.states.get(request_id)) is not None:
+                # A step in flight may have made another one over it.
+                lost.add(state.last_store if state.last_store is not state.reused_store else None)
+                state.on_chain, state.unpublished = False, None
+        stores = [store for store in lost if store is not None]
+        for store in stores:
+            self._lose(store)
+        return stores
+
+    def _lose(self, store: PublishedStore) -> None:
+        """Drop a store whose content is wrong."""
+        self._drop(store)
+
     def request_finished(self, state: RequestState) -> bool:
         """Record that a request ends, before its blocks are freed.
 
@@ -291,6 +318,7 @@ class PublishedStores:
                 return None
             blocks = state.holdings[group].store if group in made else ()
             groups[group] = PublishedGroup(tail_start, tuple(blocks), tuple(tail))
+        self._totals.stores_published += 1
         return self._enter(key, groups | self._keep_window(state, end))
 
     def _keep_window(self, state: RequestState, end: int) -> dict[int, PublishedGroup]:
@@ -345,6 +373,7 @@ class PublishedStores:
         if state.computed_valid == link.point:
             # Up to the first eviction, blocks have vLLM's hash, the last one only now.
             self._manager.coordinator.cache_blocks(state.request, link.point)
+        self._totals.stores_published += 1
         state.last_store = store = self._enter(key, link.groups)
         self._continues(state.reused_store, store)
         return store

@@ -214,8 +214,12 @@ class TieredStores(PublishedStores):
         return stores
 
     def _lose(self, store: PublishedStore) -> None:
-        """Drop a store that a rank could not load."""
+        """Drop a store that a rank could not load, or that a policy did not choose."""
         name = store.key.name
+        store.written = False
+        self._writing.pop(name, None)
+        for saves in (self._next.saves, self._next.saves_first):
+            saves[:] = [copy for copy in saves if copy.name != name]
         if name in self._kept:
             self.kept_bytes -= self._kept.pop(name)
             self._drop_from_memory(name)
@@ -280,6 +284,9 @@ class TieredStores(PublishedStores):
             if written and name in self._kept:
                 self._filed.add(name)
             self._writes_fail = not written
+        if news.full:
+            # The workers keep what they have, and nothing more.
+            self._memory = 0
         files = self.reads.files
         if files is not None and news.weighed == self._resets and self.reads.paused:
             files.use(news.generation)

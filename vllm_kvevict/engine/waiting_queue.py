@@ -9,8 +9,9 @@ any number of requests that wait, and for any number of stores.
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from heapq import merge
-from operator import attrgetter
+from itertools import count
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue, RequestQueue
 
@@ -36,11 +37,22 @@ class WaitingQueue(RequestQueue):
 
     def __init__(self, queue: RequestQueue) -> None:
         self._queue = queue
+        self._number = count().__next__
+        self._places: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
+        """Order in which requests arrived. Their times are those of API servers, whose clocks may
+        differ and may be set back."""
         self._aside: dict[Group, dict[Request, None]] = {}
         self._group_of: dict[Request, Group] = {}
         """The group of each request that was set aside."""
         self._examined: dict[Request, Group] = {}
         """Requests that wait for a store and that this step has examined."""
+
+    def arrived(self, request: "Request") -> None:
+        """Record that a request arrives, after all requests that arrived before."""
+        self._places.setdefault(request, self._number())
+
+    def _place(self, request: "Request") -> int:
+        return self._places.get(request, -1)
 
     def examined(self, request: "Request", key: ShareKey, late: bool) -> None:
         """Record that a request, which is still in the queue, waits for a store.
@@ -82,9 +94,22 @@ class WaitingQueue(RequestQueue):
         for request in returned:
             del self._group_of[request]
         if isinstance(self._queue, FCFSRequestQueue):
-            _insert(self._queue, returned)
+            self._insert(self._queue, returned)
         elif returned:
             self._queue.prepend_requests(returned)
+
+    def _insert(self, queue: "deque[Request]", requests: "list[Request]") -> None:
+        """Insert requests into a queue in the order of their arrival.
+
+        The requests that have waited longest are in front, so only the front of the queue moves.
+        """
+        if not requests:
+            return
+        requests.sort(key=self._place)
+        last, earlier = self._place(requests[-1]), []
+        while queue and self._place(queue[0]) <= last:
+            earlier.append(queue.popleft())
+        queue.extendleft(reversed(list(merge(earlier, requests, key=self._place))))
 
     @property
     def num_aside(self) -> int:
@@ -101,6 +126,10 @@ class WaitingQueue(RequestQueue):
         return self._queue.peek_request()
 
     def prepend_request(self, request: "Request") -> None:
+        if self._queue:
+            # A replay arrives late, and goes before all others.
+            front = self._place(self._queue.peek_request())
+            self._places[request] = min(front, self._place(request))
         self._queue.prepend_request(request)
 
     def prepend_requests(self, requests: "Iterable[Request]") -> None:
@@ -133,18 +162,3 @@ class WaitingQueue(RequestQueue):
     def __iter__(self) -> "Iterator[Request]":
         yield from self._queue
         yield from self._group_of
-
-
-def _insert(queue: "deque[Request]", requests: "list[Request]") -> None:
-    """Insert requests into a queue by the time of their arrival.
-
-    The requests that have waited longest are in front, so only the front of the queue moves.
-    """
-    if not requests:
-        return
-    arrival = attrgetter("arrival_time")
-    requests.sort(key=arrival)
-    earlier = []
-    while queue and arrival(queue[0]) <= arrival(requests[-1]):
-        earlier.append(queue.popleft())
-    queue.extendleft(reversed(list(merge(earlier, requests, key=arrival))))

@@ -22,7 +22,8 @@ class Totals:
     stores that other requests may take. ``tokens_protected`` counts the first tokens that evicted
     requests protect, once per request. ``evictions_unscored`` counts evictions with a policy that
     failed, once per KV-cache group. ``evictions_pressure`` counts evictions of requests that evict
-    under pressure only. Of the clients' requests that ended, ``requests_whole`` were never evicted.
+    under pressure only. Of the clients' requests that ended, ``requests_whole`` were never evicted
+    and started with no store of another request.
     ``stores_saved`` counts stores copied to host memory or files. ``*_restored_*`` count the stores
     that were restored from there, the tokens that they represent, their bytes on all ranks, and the
     seconds of reading and copying them. ``files_refused`` counts invalid files. ``tokens_audited``
@@ -95,7 +96,6 @@ class Counters(Totals):
         self.evictions_prefill += in_prefill
         self.evictions_decode += not in_prefill
         self.evictions_pressure += on_demand
-        self.stores_published += groups[0].published
         for group, size in zip(groups, sizes, strict=True):
             self.store_blocks_allocated += len(group.store) - group.reused
             self.evictions_in_place += group.reused > 0

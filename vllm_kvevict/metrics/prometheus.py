@@ -81,8 +81,14 @@ COUNTERS = {
         "dropped_audits",
         "Evictions of audited requests without a replay, because other requests took precedence.",
     ),
-    "requests_whole": ("whole_requests", "Requests that ended and were never evicted."),
-    "requests_evicted": ("evicted_requests", "Requests that ended and were evicted."),
+    "requests_whole": (
+        "whole_requests",
+        "Requests that ended, never evicted and over no store of another.",
+    ),
+    "requests_evicted": (
+        "evicted_requests",
+        "Requests that ended and were evicted, or began with a store.",
+    ),
 }
 """Name and description of a metric, by field of a report."""
 

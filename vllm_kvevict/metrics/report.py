@@ -90,12 +90,12 @@ class Reporter:
         failed: Sequence[float] = (),
         audits: Sequence[Audited] = (),
         restores: Sequence[tuple[str, float]] = (),
-        stores: Sequence[Any] = (),
+        **of_scheduler: Any,
     ) -> None:
         """Record the measurements of a worker.
 
         ``failed`` has an entry for each failure of a policy, ``restores`` the tier and the seconds
-        of each restored store. ``stores`` is read by the scheduler only.
+        of each restored store. What else there is, the scheduler reads.
         """
         for tier, taken in restores:
             self._counters.restoring(taken, from_file=tier == "file")

@@ -183,10 +183,12 @@ def _create(original: Callable[..., Any], engine_args: Any, *args: Any, **kwargs
         vllm_config = original(engine_args, *args, **kwargs)
     from vllm_kvevict.serving.activate import activate, check_statistics
     from vllm_kvevict.serving.calibrate import calibrated, check_nodes
+    from vllm_kvevict.serving.host_memory import check_store_memory
 
     with _sentence(engine_args):
         check_nodes(vllm_config, config, headless=kwargs.get("headless", False))
         check_statistics(config, getattr(engine_args, "disable_log_stats", False))
+        check_store_memory(vllm_config, config)
         activate(vllm_config, *calibrated(engine_args, vllm_config, config))
     return vllm_config
 

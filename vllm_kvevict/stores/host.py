@@ -26,6 +26,7 @@ class StoreNews:
         weighed: Number of the last reset after which the weights were checked.
         generation: Argument of :meth:`StoreFiles.use` for these weights.
         lost: Stores that a rank could not load in the step that reports them.
+        full: True if the machine has no memory left, so that no more stores are kept.
 
     """
 
@@ -33,6 +34,7 @@ class StoreNews:
     weighed: int = 0
     generation: str = ""
     lost: list[str] = field(default_factory=list)
+    full: bool = False
 
 
 class HostStores:
@@ -74,6 +76,7 @@ class HostStores:
         self._checksum = checksum
         self._first = checksum() if files is not None else ""
         self._weights_known = True
+        self._full = False
         self._news = StoreNews()
 
     def weights_change(self) -> None:
@@ -92,10 +95,9 @@ class HostStores:
 
     def news(self) -> StoreNews | None:
         """Return what happened since the last call; None if nothing did."""
-        if self._files is None:
-            return None
-        self._news.written |= self._files.results()
-        if not (self._news.written or self._news.weighed or self._news.lost):
+        if self._files is not None:
+            self._news.written |= self._files.results()
+        if self._news == StoreNews():
             return None
         news, self._news = self._news, StoreNews()
         return news
@@ -106,7 +108,7 @@ class HostStores:
         for copy in loads:
             with self._timed("memory" if copy.payload is None else "file"):
                 loaded.append(self._load(copy))
-        if not loads or self._files is None:
+        if not loads:
             return
         for copy, whole in zip(loads, self._everywhere(loaded), strict=True):
             if not whole:
@@ -128,8 +130,11 @@ class HostStores:
                     reason,
                 )
                 return False
-            if copy.keep:
-                tensors = self._kept[copy.name] = _own(tensors, self._pinned)
+            if copy.keep and not self._full:
+                try:
+                    tensors = self._kept[copy.name] = _own(tensors, self._pinned)
+                except (RuntimeError, MemoryError) as error:
+                    self._no_room(error)
         self._content.write(copy.groups, tensors)
         return True
 
@@ -141,10 +146,10 @@ class HostStores:
             OSError: This rank cannot map the content, and cannot read the file either.
 
         """
-        assert self._files is not None, f"store {copy.name} has no content"
-        if copy.payload is None:
-            # A load of this store failed in the step before, and the scheduler did not know it yet.
-            raise FileNotFoundError(errno.ENOENT, "an earlier load failed")
+        if copy.payload is None or self._files is None:
+            # An earlier load failed, there was no memory for the store, or the server slept, and
+            # the scheduler did not know it yet.
+            raise FileNotFoundError(errno.ENOENT, "it is not in memory")
         handle = copy.payload[self._rank]
         mapping = open_region(handle)
         if mapping is None:
@@ -156,18 +161,43 @@ class HostStores:
             mapping = self._files.read(copy.name, self._rank, handle[2]).map()
         return unpack(mapping)
 
+    def clear(self) -> None:
+        """Free the memory of all stores, for a server that sleeps."""
+        self._kept.clear()
+        if self._pinned is not None:
+            self._pinned.clear()
+
+    def _no_room(self, error: Exception) -> None:
+        self._full = self._news.full = True
+        logger.warning(
+            "KV eviction: rank %d has no memory for another store (%s), so the server keeps no "
+            "more of them until it is restarted; lower --kv-eviction-store-memory.",
+            self._rank,
+            str(error).partition("\n")[0],
+        )
+
     def save(self, forgotten: Sequence[str], saves: Sequence[StoreCopy]) -> None:
-        """After the evictions, remove stores by name, and copy others out of the KV cache."""
+        """After the evictions, remove stores by name, and copy others out of the KV cache.
+
+        If the machine has no memory for a copy, no more stores are kept.
+        """
         for name in forgotten:
             self._kept.pop(name, None)
         for copy in saves:
             write = copy.write and self._weights_known
             if copy.write and not write:
                 self._news.written[copy.name] = False
-            if not (copy.keep or write):
+            keep = copy.keep and not self._full
+            if not (keep or write):
                 continue
-            tensors, ready = _on_host(self._content.read(copy.groups), self._pinned)
-            if copy.keep:
+            try:
+                tensors, ready = _on_host(self._content.read(copy.groups), self._pinned)
+            except (RuntimeError, MemoryError) as error:
+                self._no_room(error)
+                if write:
+                    self._news.written[copy.name] = False
+                continue
+            if keep:
                 self._kept[copy.name] = tensors
             if write and self._files is not None:
                 self._files.write_soon(copy.name, self._rank, tensors, ready)

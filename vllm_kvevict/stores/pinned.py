@@ -75,6 +75,12 @@ class PinnedMemory:
             self._held = self._used.copy()
         self._thread.submit(self._release)
 
+    def clear(self) -> None:
+        """Free all idle memory now."""
+        with self._lock:
+            self._held = self._used.copy()
+        self._release()
+
     def _freed(self, size: int) -> None:
         with self._lock:
             self._used[size] -= 1

@@ -301,6 +301,9 @@ class WorkerEviction:
                 # The tokens of all layers are large, and an eviction runs in a workspace.
                 parts.append((survivors, log_weights))
             del survivors, log_weights
+        self.stores.chosen(group, failed)
+        if failed and group.published:
+            self.meter.unscored.append((eviction.request_id, group.store[0]))
         self._record(policy, whole, joined(pages), parts)
 
     def _score(self, policy: Policy, holdings: Holdings, inputs: Inputs) -> torch.Tensor:

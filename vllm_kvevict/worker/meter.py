@@ -47,6 +47,9 @@ class EvictionMeter:
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._evictions = self._failed = 0
+        self.unscored: list[tuple[str, int]] = []
+        """Requests whose policy failed to choose a store, each with the first block of the store,
+        since the last :meth:`take`."""
         self._sampled: list[torch.Tensor] | None = None
         self._compared: deque[tuple[Replay, torch.Tensor, torch.cuda.Event | None]] = deque()
         self._restores: deque[tuple[str, Callable[[], float | None]]] = deque()
@@ -104,10 +107,11 @@ class EvictionMeter:
         audits, restores = self._arrived(), []
         while self._restores and (taken := self._restores[0][1]()) is not None:
             restores.append((self._restores.popleft()[0], taken))
-        if not seconds and not audits and not restores:
+        unscored, self.unscored = self.unscored, []
+        if not (seconds or audits or restores or unscored):
             return None
         failed, self._failed = [1.0] * self._failed, 0
-        more: Measured = {"failed": failed, "audits": audits, "restores": restores}
+        more: Measured = dict(failed=failed, audits=audits, restores=restores, unscored=unscored)
         return {"seconds": seconds, "head_spread": spreads} | {k: v for k, v in more.items() if v}
 
     def _arrived(self) -> list[Audited]:

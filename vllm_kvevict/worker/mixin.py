@@ -175,11 +175,12 @@ class EvictionWorkerMixin(Worker, ABC):
         yield from self.kv_eviction.probe_weights()
 
     def sleep(self, level: int = 1) -> None:
-        """Sleep; the workspace of evictions is freed as well."""
+        """Sleep; the workspace of evictions and stores in host memory are freed as well."""
         if self.kv_eviction is not None and self._asleep is None:
             self._asleep = HostCopies(self._outlives_sleep())
             if self._workspace is not None:
                 self._workspace.release()
+            self.kv_eviction.stores.clear()
         super().sleep(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:

@@ -6,7 +6,13 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.rules.step_plan import Eviction, ReusedStore, StepPlan
+from vllm_kvevict.rules.step_plan import (
+    Eviction,
+    GroupEviction,
+    ReusedStore,
+    StepPlan,
+    StoreCopy,
+)
 from vllm_kvevict.stores.host import HostStores
 
 
@@ -26,6 +32,8 @@ class SharedStores:
         self._row_of = row_of
         self._plan = StepPlan()
         self._reused: dict[str, list[ReusedStore]] = {}
+        self._unscored: set[int] = set()
+        """First blocks of stores that a policy did not choose, because it failed."""
 
     def begin_step(self, plan: StepPlan) -> None:
         """Save stores that the step may overwrite, and load those that it reads, before the forward
@@ -34,7 +42,7 @@ class SharedStores:
         if self.tiers is not None:
             if plan.weigh:
                 self.tiers.weigh(plan.weigh)
-            self.tiers.save((), plan.saves_first)
+            self._save((), plan.saves_first)
             self.tiers.load(plan.loads)
 
     def enter(self) -> None:
@@ -52,6 +60,27 @@ class SharedStores:
                 )
                 state.take(row, group.store[0], group.tail_start, store)
 
+    def clear(self) -> None:
+        """Free host memory, for a server that sleeps."""
+        if self.tiers is not None:
+            self.tiers.clear()
+
+    def chosen(self, group: GroupEviction, failed: bool) -> None:
+        """Record whether a policy failed to choose the tokens of a store, which is then not what
+        its key says, and is neither kept nor written."""
+        if failed:
+            self._unscored.add(group.store[0])
+        else:
+            self._unscored.discard(group.store[0])
+
+    def _save(self, forgotten: Sequence[str], saves: Sequence[StoreCopy]) -> None:
+        assert self.tiers is not None
+        if self._unscored:
+            for copy in saves:
+                if any(set(part.store[:1]) & self._unscored for part in copy.groups):
+                    copy.keep = copy.write = False
+        self.tiers.save(forgotten, saves)
+
     def end_step(self, evictions: Sequence[Eviction]) -> None:
         """Keep the head splits of published stores after these evictions, and save stores."""
         for eviction in evictions:
@@ -61,5 +90,5 @@ class SharedStores:
                 for group in published:
                     self._states[group.group_id].keep(row, group.store[0])
         if self.tiers is not None:
-            self.tiers.save(self._plan.forgotten, self._plan.saves)
+            self._save(self._plan.forgotten, self._plan.saves)
             self._plan = StepPlan()

@@ -13,6 +13,7 @@ import pytest
 from tests.plugins import importable
 from tests.unit.serving.test_plugin import settings
 from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.serving import host_memory
 
 pytestmark = pytest.mark.usefixtures("registered")
 
@@ -88,6 +89,21 @@ def test_every_server_has_one_of_two_schedulers(
 def test_tiers_need_prefix_caching(build: Any) -> None:
     with pytest.raises(ValueError, match=r"--kv-eviction-store-memory.*prefix cache"):
         build({"policy": "snapkv", "store_memory": "1G"}, enable_prefix_caching=False)
+
+
+def test_stores_do_not_get_more_memory_than_there_is(
+    build: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The machine's, or the limit of its container."""
+    build({"policy": "snapkv", "store_memory": "1G"})
+    with pytest.raises(ValueError, match=r"--kv-eviction-store-memory 900T is more than the [0-9]"):
+        build({"policy": "snapkv", "store_memory": "900T"})
+    (tmp_path / "memory.max").write_text(f"{2**29}\n")
+    monkeypatch.setattr(host_memory, "LIMITS", (str(tmp_path / "memory.max"), "/missing"))
+    with pytest.raises(ValueError, match=r"--kv-eviction-store-memory 1G is more than the 0.5 GiB"):
+        build({"policy": "snapkv", "store_memory": "1G"})
+    (tmp_path / "memory.max").write_text("max\n")
+    build({"policy": "snapkv", "store_memory": "1G"})
 
 
 def test_tiers_need_all_layers_in_one_process(build: Any) -> None:

@@ -1,7 +1,9 @@
 """What a store is outside the KV cache does not depend on where and how it lay inside."""
 
 import errno
+import gc
 import mmap
+import weakref
 
 import pytest
 import torch
@@ -13,10 +15,11 @@ from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.cache.token_stats import TokenStats
 from vllm_kvevict.ops.token_format import AS_CACHED, TokenFormat
 from vllm_kvevict.rules.rule import EvictionRule
-from vllm_kvevict.rules.step_plan import StoreBlocks, StoreCopy
+from vllm_kvevict.rules.step_plan import GroupEviction, StepPlan, StoreBlocks, StoreCopy
 from vllm_kvevict.stores.content import StoreContent, WindowGroup
 from vllm_kvevict.stores.files import StoreFiles
 from vllm_kvevict.stores.host import HostStores
+from vllm_kvevict.worker.shared_stores import SharedStores
 
 HEADS, BLOCK, SIZE, BLOCKS = 2, 8, 4, 12
 NAMES = ("a", "b")
@@ -134,8 +137,9 @@ def test_host_memory_holds_what_it_is_told_to(tmp_path):
     host.save(["x"], [])
     host.load([StoreCopy("x", [NEW], keep=True)])
     assert host.news().lost == ["x"]
-    with pytest.raises(AssertionError, match="no content"):
-        HostStores(rank.content, None, rank=0).load([StoreCopy("x", [NEW], keep=True)])
+    without = HostStores(rank.content, None, rank=0)
+    without.load([StoreCopy("x", [NEW], keep=True)])
+    assert without.news().lost == ["x"] and without.news() is None
     content = files.read("y", 0, 10**6)
     host.load([StoreCopy("y", [OLD], keep=True, payload=[content.handle])])
     del content
@@ -210,3 +214,59 @@ def test_a_store_that_another_rank_cannot_load_is_not_kept(tmp_path):
     host._everywhere = lambda loaded: loaded
     host.load([StoreCopy(name, [NEW], keep=True) for name in "xy"])
     assert host.news().lost == ["y"]
+
+
+@pytest.mark.parametrize("folder", [True, False], ids=["files", ""])
+def test_no_more_stores_are_kept_without_memory(tmp_path, monkeypatch, folder):
+    """The engine ended, hours after its start."""
+    rank, files = Rank(1, torch.float32, True), StoreFiles(tmp_path, {}) if folder else None
+    host = HostStores(rank.content, files, rank=0)
+    expected = rank.holds(OLD)
+    host.save([], [StoreCopy("x", [OLD], keep=True)])
+    read = rank.content.read
+
+    def full(groups):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory\nand more")
+
+    monkeypatch.setattr(rank.content, "read", full)
+    host.save([], [StoreCopy("y", [OLD], keep=True, write=folder)])
+    news = host.news()
+    assert news.full and news.written == ({"y": False} if folder else {})
+    monkeypatch.setattr(rank.content, "read", read)
+    host.save([], [StoreCopy("z", [OLD], keep=True)])
+    host.load([StoreCopy(name, [NEW], keep=True) for name in "yz"])
+    assert host.news().lost == ["y", "z"] and host.news() is None
+    host.load([StoreCopy("x", [NEW], keep=True)])
+    assert all(map(torch.equal, rank.holds(NEW), expected)), "what was kept stays"
+
+
+def test_a_server_that_sleeps_keeps_no_host_memory():
+    """A trainer that lets vLLM sleep uses the memory; a store is lost where nobody reset it."""
+    rank = Rank(1, torch.float32, True)
+    host = HostStores(rank.content, None, rank=0)
+    host.save([], [StoreCopy("x", [OLD], keep=True)])
+    stores = SharedStores({}, lambda request: 0)
+    stores.clear()
+    stores.tiers = host
+    alive = weakref.ref(host._kept["x"]["0.0.pages"])
+    stores.clear()
+    gc.collect()
+    assert alive() is None
+    host.load([StoreCopy("x", [NEW], keep=True)])
+    assert host.news().lost == ["x"]
+
+
+def test_what_a_failed_policy_kept_is_neither_kept_nor_written(tmp_path):
+    rank, files = Rank(1, torch.float32, True), StoreFiles(tmp_path, {})
+    stores = SharedStores({}, lambda request: 0)
+    stores.tiers = HostStores(rank.content, files, rank=0)
+    group = GroupEviction(0, 0, 8, [], [], OLD.store, 0)
+    for failed in (True, False):
+        stores.chosen(group, failed)
+        plan = StepPlan(saves=[StoreCopy("x", [OLD], keep=True, write=True)])
+        stores.begin_step(plan)
+        stores.end_step([])
+        stores.tiers.flush()
+        assert files.path("x", 0).exists() is not failed
+        stores.tiers.load([StoreCopy("x", [NEW], keep=True)])
+        assert stores.tiers.news().lost == (["x"] if failed else [])

@@ -1,5 +1,7 @@
 """What sleep mode frees comes back with the content that evictions need."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from vllm.v1.worker.gpu_worker import Worker
@@ -78,6 +80,14 @@ def test_probes_and_buffers_outlive_a_sleep(fused, asleep):
     run(made, steps("ada-probe"))
     assert made.evictions == plain.evictions > 0
     assert_same(made, plain)
+
+
+def test_stores_in_host_memory_are_freed_while_the_engine_sleeps(asleep):
+    """In vLLM's order: the caches are reset, and no step follows before it sleeps."""
+    made, cleared = worker("ada-snapkv", fused=False), []
+    made.stores.tiers = SimpleNamespace(clear=lambda: cleared.append(len(asleep)))
+    engine_worker(made).sleep(1)
+    assert cleared == [0] and asleep == [("sleep", 1)]
 
 
 def test_the_workspace_is_freed_while_the_engine_sleeps(asleep, monkeypatch):
