@@ -161,3 +161,19 @@ def test_what_was_read_is_dropped_when_nobody_waits_for_it(setup):
     assert not stores.reads.reading, "it was computed"
     core.finish()
     assert counters(core).stores_reused == 1
+
+
+@BOTH
+def test_a_reset_leaves_no_idle_store(setup):
+    """The metric kept its value, and then fell by sixteen in each step."""
+    core = engine(replace(setup, blocks=900, max_batched=512))
+    for seed in range(40):
+        core.add(tokens(130, seed), 2, asked={"kv_eviction_at": 100})
+        core.finish()
+    stores = core.scheduler._stores
+    assert stores.idle > 20
+    core.reset()
+    assert stores.idle == 0
+    core.add(tokens(130), 2, asked={"kv_eviction_at": 100})
+    core.finish()
+    assert counters(core).stores_reused == 0

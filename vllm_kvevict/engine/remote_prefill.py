@@ -13,9 +13,9 @@ point; the second cannot, so requests with eviction points load nothing synchron
 
 Some connectors save what a request computes under a hash of its tokens. Tokens that were computed
 over an evicted cache must not be saved so, and the block table of an evicted request no longer
-holds its prompt. Such a request is therefore hidden from the connector. So is a request with a cache
-salt, a LoRA adapter or embeddings in its prompt: its tokens alone do not say what it computes, or
-for whom, and another salt or adapter must not find it.
+holds its prompt. Such a request is therefore hidden from the connector. So is a request with a
+cache salt, a LoRA adapter or embeddings in its prompt: its tokens alone do not say what it
+computes, or for whom, and another salt or adapter must not find it.
 
 A synchronous load may fail after the prompt was evicted, and after other requests hit its blocks.
 All requests that computed over them then end (:mod:`vllm_kvevict.engine.lost_blocks`).

@@ -201,6 +201,8 @@ class PublishedStores:
 
     def reset(self) -> None:
         """Called after a reset of the prefix cache: its stores may no longer be reused."""
+        for store in list(self._published.values()):
+            self._drop(store)
 
     def executed(self, plan: StepPlan | None, news: Sequence[Any]) -> list[PublishedStore]:
         """Record that a step was executed.

@@ -302,6 +302,7 @@ class TieredStores(PublishedStores):
 
         Workers check their weights in the next step. Files are read again after their answer.
         """
+        super().reset()
         self._next.forgotten += self._kept
         for copy in self._next.saves_first:
             store, _ = self._writing.pop(copy.name, (None, 0.0))

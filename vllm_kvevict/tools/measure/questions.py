@@ -48,11 +48,16 @@ def read(path: Path) -> list[Question]:
     """
     found = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
-        if line.strip():
-            try:
-                found.append(_question(json.loads(line)))
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: {error}") from None
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
+        try:
+            found.append(_question(row))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
     if not found:
         raise ValueError(f"{path} has no questions")
     return found

@@ -1,6 +1,7 @@
 """The command line: the load, the memory and vLLM's own engine arguments."""
 
 import argparse
+import json
 import shutil
 import sys
 import tempfile
@@ -51,6 +52,7 @@ def parse(argv: list[str]) -> "tuple[Options, VllmConfig, EvictionConfig]":
         SystemExit: argparse has printed its help or what is wrong.
 
     """
+    check_early(argv)
     # The flags, where the entry point is not loaded (VLLM_PLUGINS).
     from vllm_kvevict.serving.plugin import register
 
@@ -108,13 +110,69 @@ def parse(argv: list[str]) -> "tuple[Options, VllmConfig, EvictionConfig]":
         shim().choose_block_size(vllm_config)
     config = EvictionConfig.parse(vllm_config.additional_config[CONFIG_KEY])
     assert config is not None
-    longest = vllm_config.model_config.max_model_len
-    if options.prompt + options.output > longest:
-        raise SizingError(
-            f"--prompt {options.prompt} and --output {options.output} are longer together than "
-            f"this model's longest sequence of {longest} tokens (--max-model-len)"
-        )
+    _check_length(options.prompt, options.output, vllm_config.model_config.max_model_len)
     return options, vllm_config, config
+
+
+def check_early(argv: list[str]) -> None:
+    """Check the load before vLLM is imported, which takes 20 seconds.
+
+    What is not found here is left to the parser.
+
+    Raises:
+        SizingError: The load is missing or wrong, or longer than the model's longest sequence.
+
+    """
+    if not {"-h", "--help"}.isdisjoint(argv):
+        return
+    given: dict[str, str] = {}
+    for index, word in enumerate(argv):
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            value = value if equals else "".join(argv[index + 1 :][:1])
+            given[name.removeprefix("--").replace("_", "-")] = value
+    load = {"output": 256}
+    for name in ("prompt", "output", "context"):
+        if name in given:
+            try:
+                load[name] = int(given[name])
+            except ValueError:
+                raise SizingError(
+                    f"--{name}: must be a whole number of tokens, not {given[name]!r}"
+                ) from None
+    if "prompt" not in load:
+        if any("prompt".startswith(name) for name in given):
+            return
+        raise SizingError("give --prompt, the tokens of a prompt")
+    _check_load(load["prompt"], load["output"], load.get("context"))
+    longest = _longest(Path(argv[0]).expanduser())
+    if longest is not None and not {"max-model-len", "hf-overrides"} & given.keys():
+        _check_length(load["prompt"], load["output"], longest)
+
+
+def _longest(path: Path) -> int | None:
+    """Return the longest sequence that a configuration on this machine names; None if it names
+    none, or if vLLM computes another one."""
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        settings = json.loads(path.read_text())
+        settings = settings.get("text_config") or settings
+        rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        by_layer = any(isinstance(value, dict) for value in rope.values())
+        if by_layer or kind not in ("default", "llama3"):
+            return None
+        return int(settings["max_position_embeddings"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _check_length(prompt: int, output: int, longest: int) -> None:
+    if prompt + output > longest:
+        raise SizingError(
+            f"--prompt {prompt} and --output {output} are longer together than this model's "
+            f"longest sequence of {longest} tokens (--max-model-len)"
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -153,15 +211,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check(options: Options, kv_cache_memory: int | None) -> None:
-    for name, value, least in (("prompt", options.prompt, 1), ("output", options.output, 1)):
-        if value < least:
-            raise SizingError(f"--{name}: must be at least {least}, not {value}")
-    if options.context is not None and not 0 < options.context < options.prompt:
+def _check_load(prompt: int, output: int, context: int | None) -> None:
+    for name, value in (("prompt", prompt), ("output", output)):
+        if value < 1:
+            raise SizingError(f"--{name}: must be at least 1, not {value}")
+    if context is not None and not 0 < context < prompt:
         raise SizingError(
-            f"--context: must be at least 1 and less than --prompt {options.prompt}, not "
-            f"{options.context}"
+            f"--context: must be at least 1 and less than --prompt {prompt}, not {context}"
         )
+
+
+def _check(options: Options, kv_cache_memory: int | None) -> None:
+    _check_load(options.prompt, options.output, options.context)
     if (options.gpu_memory is None) == (kv_cache_memory is None):
         raise SizingError(
             "give one of --gpu-memory (of the whole device) and --kv-cache-memory-bytes (of the "

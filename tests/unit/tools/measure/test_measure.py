@@ -170,7 +170,7 @@ def test_intervals_are_wilsons(right: int, count: int) -> None:
 @pytest.mark.parametrize(
     "line, says",
     [
-        ("{]", "line 2: Expecting"),
+        ("{]", "line 2 is not JSON: Expecting"),
         ('["a"]', "line 2: a line must be a JSON object"),
         ('{"context": "a"}', "line 2: question, answer must be given"),
         ('{"context": "a", "question": "b", "answer": []}', "answer must be a text or a list"),

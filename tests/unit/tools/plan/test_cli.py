@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -300,6 +302,40 @@ def test_weights_of_a_checkpoint_are_its_files(model, tmp_path):
 def test_refusals(model, argv, says):
     with pytest.raises(SizingError, match=says):
         plan(model, *argv)
+
+
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        (["--prompt", "0"], "--prompt: must be at least 1, not 0"),
+        (["--prompt", "many"], "--prompt: must be a whole number of tokens, not 'many'"),
+        (["--prompt=9", "--output=0"], "--output: must be at least 1, not 0"),
+        (["--prompt", "16000", "--output", "500"], "longest sequence of 4096 tokens"),
+        (["--prompt", "20", "--context", "20"], "--context: must be at least 1 and less than"),
+        (["--output", "20"], "give --prompt"),
+    ],
+)
+def test_a_wrong_load_is_told_without_vllm(model, argv, says):
+    """Importing it takes 20 seconds."""
+    script = f"""
+import sys
+from vllm_kvevict.tools.plan.command import main
+code = main({[model, *argv, *KV]!r})
+assert "vllm" not in sys.modules and "torch" not in sys.modules
+sys.exit(code)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("error: ") and says in done.stderr
+    assert done.stderr.count("\n") == 1 and not done.stdout
+
+
+@pytest.mark.slow
+def test_the_first_line_is_the_plans(model):
+    """vLLM's was about Triton and a backend for CPUs, whatever the level of its log."""
+    argv = [model, *LOAD, *KV, *EVEN]
+    command = [sys.executable, "-m", "vllm_kvevict.tools.plan", *argv]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "Triton" not in done.stderr + done.stdout
 
 
 def test_sparse_mla_is_refused(model):
