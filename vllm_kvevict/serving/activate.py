@@ -16,6 +16,7 @@ from vllm_kvevict.config.store_tiers import parse_folder
 from vllm_kvevict.metrics import logger as stat_logger
 from vllm_kvevict.policies.requirements import ring_slots, sustained
 from vllm_kvevict.serving import admission
+from vllm_kvevict.serving.capacity import check_blocks
 from vllm_kvevict.serving.connectors import serve_connector, with_one_group
 from vllm_kvevict.serving.few_bits import with_store_dtype
 from vllm_kvevict.serving.loss import resolved
@@ -94,6 +95,7 @@ def activate(
     if config.store_path is not None:
         check_folder(Path(parse_folder(config.store_path)[0]))
     check_audit(vllm_config, config)
+    check_blocks(vllm_config, config)
     serve_connector(vllm_config, config)
     scheduler_cls = _scheduler(scheduler.scheduler_cls, OURS[bool(scheduler.async_scheduling)])
     vllm_config.additional_config[CONFIG_KEY] = config.model_dump(mode="json")

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
+from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.limits import max_blocks_for
+from vllm_kvevict.config.memory_budget import evictable_stages
 from vllm_kvevict.config.requests import (
     BUDGET,
     INTERVAL,
@@ -22,6 +24,28 @@ from vllm_kvevict.serving.rules import server_rules
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+
+def check_blocks(vllm_config: "VllmConfig", config: EvictionConfig) -> None:
+    """Refuse a number of blocks that does not hold the longest sequence in all groups of layers.
+
+    Raises:
+        ValueError: In one sentence, how many blocks are needed and why.
+
+    """
+    cache, longest = vllm_config.cache_config, vllm_config.model_config.max_model_len
+    given = cache.num_gpu_blocks_override
+    if given is None or not config.has_groups:
+        return
+    groups = set(config.layer_rules(cache.block_size, *evictable_stages(vllm_config)))
+    needed = sum(rule.max_blocks(longest) for rule in groups)
+    if len(groups) > 1 and given < needed:
+        raise ValueError(
+            f"KV eviction: --num-gpu-blocks-override {given} counts blocks of single groups of "
+            f"layers, of which this server has {len(groups)} with individual budgets, and a "
+            f"sequence of {longest} tokens needs {needed}; give at least as many, lower "
+            "--max-model-len or set groups in --kv-eviction-options to 1."
+        )
 
 
 def capacity(vllm_config: "VllmConfig", rules: Sequence[EvictionRule]) -> int | None:

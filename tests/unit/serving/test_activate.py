@@ -3,6 +3,7 @@
 import json
 import logging
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -104,6 +105,20 @@ def test_stores_do_not_get_more_memory_than_there_is(
         build({"policy": "snapkv", "store_memory": "1G"})
     (tmp_path / "memory.max").write_text("max\n")
     build({"policy": "snapkv", "store_memory": "1G"})
+
+
+def test_blocks_that_do_not_hold_a_sequence_in_all_groups(build: Any) -> None:
+    """vLLM ends with a traceback that names neither the flag nor the groups."""
+    asked = {"policy": "pyramidkv", "budget": 64}
+    with pytest.raises(
+        ValueError, match=r"--num-gpu-blocks-override 9 counts .* 2 with indiv"
+    ) as e:
+        build(asked, num_gpu_blocks_override=9)
+    needed = int(re.search(r"needs (\d+); give", str(e.value))[1])
+    build(asked, num_gpu_blocks_override=needed)
+    build({"policy": "snapkv", "budget": 64}, num_gpu_blocks_override=9)
+    with pytest.raises(ValueError, match="--num-gpu-blocks-override"):
+        build(asked, num_gpu_blocks_override=needed - 1)
 
 
 def test_tiers_need_all_layers_in_one_process(build: Any) -> None:
