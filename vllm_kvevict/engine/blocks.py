@@ -438,7 +438,14 @@ class EvictionCore:
         return evictions
 
     def _next_is_cached(self, count: int) -> bool:
-        """Return True if one of the next ``count`` blocks that the pool hands out is cached."""
+        """Return True if one of the next ``count`` blocks that the pool hands out is cached.
+
+        The pool hands out blocks that were never used in the order of their ids, and before all that
+        are cached. While the last ``count`` ids are such, none of them is looked at.
+        """
+        blocks, first = self.cache.block_pool.blocks, -max(2, count)
+        if not blocks[first].block_hash and blocks[first].next_free_block is blocks[first + 1]:
+            return False
         block = self.cache.block_pool.free_block_queue.fake_free_list_head.next_free_block
         for _ in range(count):
             # The last block of the queue is not one of the pool's.
