@@ -19,9 +19,10 @@ class PolicyOptions(BaseModel):
     """Values of all options. :func:`options_of` returns the options that a policy reads.
 
     There is one model for all policies, because a server may let requests choose among several.
+    Options of a policy of another package are a mapping under its name; see :meth:`own`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="allow")
 
     floor: float = Field(
         default=0.2,
@@ -161,6 +162,29 @@ class PolicyOptions(BaseModel):
         description="Share of free blocks at which eviction under pressure ends.",
     )
 
+    def own(self, policy: str) -> dict[str, Any]:
+        """Return the options of a policy of another package by name; empty if none are set.
+
+        Its ``build`` checks them, and raises ValueError in one sentence for a wrong one.
+        """
+        return dict((self.model_extra or {}).get(policy, {}))
+
+    @model_validator(mode="after")
+    def _others_are_of_packages(self) -> Self:
+        for name, value in (self.model_extra or {}).items():
+            if name not in plugin_policies():
+                raise ValueError(f"{name!r} is no option; choose from {', '.join(self._known())}")
+            if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+                raise ValueError(
+                    f"give the options of {name} as a JSON object, such as "
+                    f'{{"{name}": {{"option": 1}}}}, not {shown(value)}'
+                )
+        return self
+
+    @classmethod
+    def _known(cls) -> tuple[str, ...]:
+        return tuple(cls.model_fields)
+
     @field_validator("pool_kernel")
     @classmethod
     def _odd(cls, value: int) -> int:
@@ -219,6 +243,8 @@ def check_known(given: Iterable[str], policies: Iterable[str]) -> None:
     """
     known = {policy: options_of(policy) for policy in policies}
     for name in given:
+        if name in known and name in plugin_policies():
+            continue
         if not any(name in names for names in known.values()):
             readers = [policy for policy in POLICIES if name in options_of(policy)]
             belongs = f", but of {', '.join(readers)}" if readers else ""

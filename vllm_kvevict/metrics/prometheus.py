@@ -272,5 +272,6 @@ def info(config: EvictionConfig, block_size: int) -> dict[str, str]:
     values |= config.options.model_dump(mode="json")
     if isinstance(profile := values["profile"], dict) and profile["probe"] is not None:
         values["profile"] = profile | {"probe": profile["probe"]["sha256"]}
-    settings = {name: text(value) for name, value in values.items()}
+    # Options of a policy of another package have its name, which may contain dashes.
+    settings = {name.replace("-", "_"): text(value) for name, value in values.items()}
     return settings | {"block_size": str(block_size), "version": vllm_kvevict.__version__}

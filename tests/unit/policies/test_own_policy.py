@@ -12,6 +12,7 @@ from tests.snippets import ROOT
 from tests.unit.policies.test_policies import random_candidates
 from vllm_kvevict.config import names
 from vllm_kvevict.config.config import EvictionConfig
+from vllm_kvevict.metrics.prometheus import info
 from vllm_kvevict.ops.torch.select import select_tokens
 from vllm_kvevict.policies.registry import build_policy
 
@@ -37,6 +38,45 @@ def test_the_page_adds_a_policy_and_its_adaptive_twin(installed):
             own = range(4 * head, 24)
             smallest = sorted(own, key=lambda c, head=head: norms[head, c])[: len(columns)]
             assert columns.tolist() == sorted(smallest)
+
+
+POWERED = """
+from key_norm import KeyNorm
+
+class Powered(KeyNorm):
+    def __init__(self, power):
+        self.power = power
+
+def build(config):
+    given = config.options.own("powered")
+    power = given.pop("power", 1)
+    if given or not isinstance(power, int):
+        raise ValueError(f"powered has the option power, a whole number, not {given or power}")
+    return Powered(power)
+"""
+
+
+def test_a_policy_of_a_package_has_options_of_its_own(tmp_path):
+    modules = {"key_norm": documented("key_norm.py"), "powered": POWERED}
+    write_package(tmp_path, "powered", modules, ["powered = powered:build"])
+
+    def config(given, **more):
+        return EvictionConfig.parse(dict(policy="powered", options=given, **more))
+
+    with importable(tmp_path):
+        assert build_policy(config({})).scorer.power == 1
+        made = config({"powered": {"power": 3}, "groups": 2})
+        assert build_policy(made).scorer.power == 3
+        assert build_policy(EvictionConfig.parse(made.model_dump())).scorer.power == 3
+        assert "powered" in info(made, 16), "replicas with other options differ"
+        with pytest.raises(ValueError, match="powered has the option power"):
+            build_policy(config({"powered": {"speed": 3}}))
+        with pytest.raises(ValueError, match="give the options of powered as a JSON object"):
+            config({"powered": 3})
+        with pytest.raises(ValueError, match="'no-such' is no option of powered"):
+            config({"no-such": {"power": 3}})
+        with pytest.raises(ValueError, match="'powered' is no option of snapkv"):
+            EvictionConfig.parse(dict(policy="snapkv", options={"powered": {"power": 3}}))
 
 
 @pytest.mark.slow
