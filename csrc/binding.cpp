@@ -18,7 +18,8 @@ KVEVICT_DEFINE(KVEVICT_LIBRARY, module) {
   module.def(
       "compact(Tensor(a!)[] caches, Tensor columns, Tensor pages, Tensor store, Tensor requests, "
       "Tensor head_indptr, Tensor old_store, Tensor positional, Tensor(b!) staging, int page_tokens, "
-      "int key_bits, int value_bits, int[] signs, float[] key_scales, float[] value_scales) -> ()");
+      "int key_bits, int value_bits, int[] signs, Tensor centres, float[] key_scales, "
+      "float[] value_scales) -> ()");
   module.def(
       "select(Tensor(a!) columns, Tensor scores, Tensor start, Tensor length, Tensor pages, "
       "Tensor first_kept, int page_tokens) -> ()");
@@ -37,12 +38,12 @@ KVEVICT_DEFINE(KVEVICT_LIBRARY, module) {
       "window_lse(Tensor(a!) lse, Tensor(b!) partial, Tensor[] caches, Tensor[] rings, "
       "float[] scales, float softcap, int window, int max_columns, Tensor requests, "
       "Tensor head_indptr, Tensor old_store, Tensor positional, "
-      "int page_tokens, int key_bits, int value_bits, int[] signs) -> ()");
+      "int page_tokens, int key_bits, int value_bits, int[] signs, Tensor centres) -> ()");
   module.def(
       "column_sums(Tensor(a!) sums, Tensor lse, Tensor[] caches, Tensor[] rings, "
       "float[] scales, float softcap, int window, int max_columns, Tensor requests, "
       "Tensor head_indptr, Tensor old_store, Tensor positional, "
-      "int page_tokens, int key_bits, int value_bits, int[] signs) -> ()");
+      "int page_tokens, int key_bits, int value_bits, int[] signs, Tensor centres) -> ()");
   module.def(
       "pool(Tensor(a!) scores, Tensor sums, Tensor requests, Tensor head_indptr, int block_size, "
       "int page_tokens, int window, int max_columns, float factor, int kernel, bool average) -> ()");
@@ -50,7 +51,7 @@ KVEVICT_DEFINE(KVEVICT_LIBRARY, module) {
       "window_peaks(Tensor(a!) peaks, Tensor lse, Tensor[] caches, Tensor[] rings, "
       "float[] scales, float softcap, int window, int max_columns, Tensor requests, "
       "Tensor head_indptr, Tensor old_store, Tensor positional, "
-      "int page_tokens, int key_bits, int value_bits, int[] signs) -> ()");
+      "int page_tokens, int key_bits, int value_bits, int[] signs, Tensor centres) -> ()");
   module.def(
       "value_norms(Tensor(a!) norms, Tensor(b!) totals, Tensor[] caches, Tensor requests, "
       "Tensor head_indptr, Tensor old_store, Tensor positional, "

@@ -10,7 +10,7 @@ void compact(std::vector<Tensor> caches, const Tensor& columns, const Tensor& pa
              const Tensor& store, const Tensor& requests, const Tensor& head_indptr,
              const Tensor& old_store, const Tensor& positional, const Tensor& staging,
              int64_t page_tokens, int64_t key_bits, int64_t value_bits, std::vector<int64_t> signs,
-             std::vector<double> key_scales, std::vector<double> value_scales) {
+             const Tensor& centres, std::vector<double> key_scales, std::vector<double> value_scales) {
   const Launch launch(columns);
   Compact work{};
   work.caches = check_caches<unsigned char>(caches, columns);
@@ -29,7 +29,8 @@ void compact(std::vector<Tensor> caches, const Tensor& columns, const Tensor& pa
   work.slot_bytes = narrow(slot, "bytes of a slot");
   const int page_bytes = narrow(block_size * slot, "bytes of a page");
   const int64_t head_size = caches[0].size(3) / 2;
-  work.packed = check_packed(page_tokens, head_size, key_bits, value_bits, signs, page_bytes);
+  work.packed = check_packed(page_tokens, head_size, key_bits, value_bits, signs, centres, layers,
+                             heads, page_bytes, columns);
   work.page_bytes = page_bytes;
   if (key_bits > 0) {
     STD_TORCH_CHECK(key_scales.size() == caches.size() && value_scales.size() == caches.size(),

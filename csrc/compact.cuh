@@ -72,8 +72,8 @@ __device__ inline float element_at(const unsigned char* elements, Element elemen
 
 // What a warp writes of a token of a page of a packed store.
 template <int D>
-__device__ void pack_token(const Compact& work, int layer, const unsigned char* slot, int token,
-                           unsigned char* page) {
+__device__ void pack_token(const Compact& work, int layer, const Head& head, const unsigned char* slot,
+                           int token, unsigned char* page) {
   constexpr int kGroups = kScaleGroups<D>;
   const Packed& format = work.packed;
   const int lane = threadIdx.x % kWarp;
@@ -83,7 +83,12 @@ __device__ void pack_token(const Compact& work, int layer, const unsigned char* 
 #pragma unroll
   for (int i = 0; i < kEach<D>; ++i) {
     const int d = i * kWarp + lane;
-    x[i] = d < D ? element_at(slot, work.element, d) * work.key_scales[layer] : 0.0f;
+    if (d >= D) {
+      x[i] = 0.0f;
+      continue;
+    }
+    const float centre = centre_of<D>(format, layer, head.num_heads, head.head, d);
+    x[i] = element_at(slot, work.element, d) * work.key_scales[layer] - centre;
   }
   rotate<D>(format, x);
   quantise<D>(x, format.key_bits, format.factors[0], keys, scales[0]);
@@ -153,7 +158,7 @@ __global__ void __launch_bounds__(kCompactThreads) pack_kernel(const __grid_cons
       const int at = column - index * head.page_tokens;
       move_token<D>(work.packed, cache + source * page_bytes, at, target, token);
     } else {
-      pack_token<D>(work, page.layer, cache + slot * work.slot_bytes, token, target);
+      pack_token<D>(work, page.layer, head, cache + slot * work.slot_bytes, token, target);
     }
   }
 }

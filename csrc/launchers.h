@@ -21,7 +21,8 @@ int64_t cuda_serves();
 void compact(std::vector<Tensor> caches, const Tensor& columns, const Tensor& pages,
              const Tensor& store, const Tensor& requests, const Tensor& head_indptr,
              const Tensor& old_store, const Tensor& positional, const Tensor& staging,
-             int64_t page_tokens, int64_t key_bits, int64_t value_bits, std::vector<int64_t> signs,
+             int64_t page_tokens, int64_t key_bits, int64_t value_bits,
+                std::vector<int64_t> signs, const Tensor& centres,
              std::vector<double> key_scales, std::vector<double> value_scales);
 
 void select(const Tensor& columns, const Tensor& scores, const Tensor& start, const Tensor& length,
@@ -43,19 +44,22 @@ void window_lse(const Tensor& lse, const Tensor& partial, std::vector<Tensor> ca
                 std::vector<Tensor> rings, std::vector<double> scales, double softcap,
                 int64_t window, int64_t max_columns, const Tensor& requests,
                 const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional,
-                int64_t page_tokens, int64_t key_bits, int64_t value_bits, std::vector<int64_t> signs);
+                int64_t page_tokens, int64_t key_bits, int64_t value_bits,
+                std::vector<int64_t> signs, const Tensor& centres);
 
 void column_sums(const Tensor& sums, const Tensor& lse, std::vector<Tensor> caches,
                  std::vector<Tensor> rings, std::vector<double> scales, double softcap,
                  int64_t window, int64_t max_columns, const Tensor& requests,
                  const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional,
-                int64_t page_tokens, int64_t key_bits, int64_t value_bits, std::vector<int64_t> signs);
+                int64_t page_tokens, int64_t key_bits, int64_t value_bits,
+                std::vector<int64_t> signs, const Tensor& centres);
 
 void window_peaks(const Tensor& sums, const Tensor& lse, std::vector<Tensor> caches,
                   std::vector<Tensor> rings, std::vector<double> scales, double softcap,
                   int64_t window, int64_t max_columns, const Tensor& requests,
                   const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional,
-                int64_t page_tokens, int64_t key_bits, int64_t value_bits, std::vector<int64_t> signs);
+                int64_t page_tokens, int64_t key_bits, int64_t value_bits,
+                std::vector<int64_t> signs, const Tensor& centres);
 
 void pool(const Tensor& scores, const Tensor& sums, const Tensor& requests,
           const Tensor& head_indptr, int64_t block_size, int64_t page_tokens, int64_t window,

@@ -31,7 +31,7 @@ __device__ inline ChunkTile chunk_tile(const Score& work, int size, int halo = 0
   const Request& due = work.candidates.requests[request];
   tile.keys = {work.caches.at[tile.layer],
                 find_head(work.candidates, request, tile.layer, head, work.window),
-                work.slot_bytes, work.stored, &work.packed};
+                work.slot_bytes, work.stored, &work.packed, tile.layer};
   tile.queries = {work.rings.at[tile.layer],
                    due.ring, due.num_tokens, work.window, work.group, work.group * heads, head};
   const int columns = tile.keys.head.columns;

@@ -66,6 +66,12 @@ __device__ inline void rotate(const Packed& format, float (&x)[kEach<D>]) {
   for (int i = 0; i < kEach<D>; ++i) x[i] *= kRotationScale<D>;
 }
 
+// The centre of a dimension of a head's keys, without which they are stored.
+template <int D>
+__device__ inline float centre_of(const Packed& format, int layer, int num_heads, int head, int d) {
+  return format.centres[(static_cast<int64_t>(layer) * num_heads + head) * D + d];
+}
+
 // x times the rotation: what rotate() was given.
 template <int D>
 __device__ inline void rotate_back(const Packed& format, float (&x)[kEach<D>]) {

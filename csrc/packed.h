@@ -28,6 +28,7 @@ struct Packed {
   int used_bytes;            // of a page
   float factors[2][kClips];  // of keys, of values: from the largest element to a scale
   uint32_t signs[8];         // a bit for each dimension that the rotation multiplies by -1
+  const float* centres;      // [L, H, D]: keys are stored without them
 };
 
 // From the first page of a cache's bytes on.

@@ -21,6 +21,7 @@ Stored stored_as(const Tensor& cache, const Tensor& ring) {
 struct Format {
   int64_t page_tokens, key_bits, value_bits;
   const std::vector<int64_t>& signs;
+  const Tensor& centres;
 };
 
 // What all passes share.
@@ -56,7 +57,8 @@ Score check_score(Pass pass, const std::vector<Tensor>& caches, const std::vecto
                                      block_size, format.page_tokens, requests);
   work.stored = stored_as(caches[0], ring);
   work.packed = check_packed(format.page_tokens, head_size, format.key_bits, format.value_bits,
-                             format.signs, block_size * slot);
+                             format.signs, format.centres, layers, heads, block_size * slot,
+                             requests);
   STD_TORCH_CHECK(format.key_bits == 0 || work.stored == Stored::kAsQueries,
                   "scores of packed stores need a cache of the dtype of the rings");
   STD_TORCH_CHECK(format.key_bits > 0 || format.page_tokens == block_size,
@@ -111,11 +113,12 @@ void window_lse(const Tensor& lse, const Tensor& partial, std::vector<Tensor> ca
                 std::vector<Tensor> rings, std::vector<double> scales, double softcap,
                 int64_t window, int64_t max_columns, const Tensor& requests,
                 const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional,
-                int64_t page_tokens, int64_t key_bits, int64_t value_bits, std::vector<int64_t> signs) {
+                int64_t page_tokens, int64_t key_bits, int64_t value_bits,
+                std::vector<int64_t> signs, const Tensor& centres) {
   const Launch launch(lse);
   Score work = check_score(Pass::kLse, caches, rings, scales, softcap, window, max_columns, requests,
                            head_indptr, old_store, positional,
-                           {page_tokens, key_bits, value_bits, signs});
+                           {page_tokens, key_bits, value_bits, signs, centres});
   const int64_t due = requests.size(0), layers = work.num_layers, heads = work.candidates.num_heads;
   const int64_t rows = static_cast<int64_t>(work.group) * work.window;
   check(lse, "lse", ScalarType::Float, {due, layers, heads, rows}, requests);
@@ -131,18 +134,20 @@ void column_sums(const Tensor& sums, const Tensor& lse, std::vector<Tensor> cach
                  std::vector<Tensor> rings, std::vector<double> scales, double softcap,
                  int64_t window, int64_t max_columns, const Tensor& requests,
                  const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional,
-                int64_t page_tokens, int64_t key_bits, int64_t value_bits, std::vector<int64_t> signs) {
+                int64_t page_tokens, int64_t key_bits, int64_t value_bits,
+                std::vector<int64_t> signs, const Tensor& centres) {
   second_pass(Pass::kColumns, sums, lse, caches, rings, scales, softcap, window, max_columns, requests,
-              head_indptr, old_store, positional, {page_tokens, key_bits, value_bits, signs});
+              head_indptr, old_store, positional, {page_tokens, key_bits, value_bits, signs, centres});
 }
 
 void window_peaks(const Tensor& sums, const Tensor& lse, std::vector<Tensor> caches,
                   std::vector<Tensor> rings, std::vector<double> scales, double softcap,
                   int64_t window, int64_t max_columns, const Tensor& requests,
                   const Tensor& head_indptr, const Tensor& old_store, const Tensor& positional,
-                int64_t page_tokens, int64_t key_bits, int64_t value_bits, std::vector<int64_t> signs) {
+                int64_t page_tokens, int64_t key_bits, int64_t value_bits,
+                std::vector<int64_t> signs, const Tensor& centres) {
   second_pass(Pass::kPeaks, sums, lse, caches, rings, scales, softcap, window, max_columns, requests,
-              head_indptr, old_store, positional, {page_tokens, key_bits, value_bits, signs});
+              head_indptr, old_store, positional, {page_tokens, key_bits, value_bits, signs, centres});
 }
 
 }  // namespace kvevict

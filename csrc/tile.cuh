@@ -35,6 +35,7 @@ struct Keys {
   int slot_bytes;
   Stored stored;
   const Packed* packed;  // how the store's pages hold them, where kernels have kPacked
+  int layer;
 
   template <bool kPacked>
   __device__ const unsigned char* at(int column) const {
@@ -88,7 +89,12 @@ __device__ void unpack_rows(const Keys& keys, int first, unsigned char* tile) {
   const int shift = format.value_plane > 0 ? 0 : format.value_bits;
   const float middle = static_cast<float>((1 << format.key_bits) - 1) / 2;
   for (int key = threadIdx.x / kWarp * kKeysAtOnce; key < count; key += warps * kKeysAtOnce) {
-    float x[kKeysAtOnce][kEach<D>];
+    float x[kKeysAtOnce][kEach<D>], centre[kEach<D>];
+#pragma unroll
+    for (int i = 0; i < kEach<D>; ++i) {
+      const int d = i * kWarp + lane;
+      centre[i] = d < D ? centre_of<D>(format, keys.layer, keys.head.num_heads, keys.head.head, d) : 0.0f;
+    }
 #pragma unroll
     for (int j = 0; j < kKeysAtOnce; ++j) {
       const int column = first + (key + j < count ? key + j : key);
@@ -109,7 +115,7 @@ __device__ void unpack_rows(const Keys& keys, int first, unsigned char* tile) {
 #pragma unroll
       for (int i = 0; i < kEach<D>; ++i) {
         const int d = i * kWarp + lane;
-        if (d < D && key + j < count) set_rounded(x[j][i], row + d);
+        if (d < D && key + j < count) set_rounded(x[j][i] + centre[i], row + d);
       }
     }
   }

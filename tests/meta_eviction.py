@@ -57,8 +57,13 @@ def worker(
     pool = num_tokens // BLOCK * heads
     caches = {
         name: LayerCache(
-            empty(pool, 2 * BLOCK * size).to(dtype), layout, size**-0.5, 0.0, token_format=stored
-        )
+            empty(pool, 2 * BLOCK * size).to(dtype),
+            layout,
+            size**-0.5,
+            0.0,
+            token_format=stored,
+            centres=None if stored.as_cached else empty(heads, size),
+        )  # fmt: skip
         for name in names
     }
     rings = ObservationRings(names, 2, WINDOW, heads * group, size, dtype, META)

@@ -23,6 +23,7 @@ class Ragged:
     cache: torch.Tensor
     block_size: int
     stored: TokenFormat = AS_CACHED
+    centres: torch.Tensor | None = None
 
     @property
     def num_layers(self) -> int:
@@ -56,8 +57,12 @@ class Ragged:
         return self.stored.page_tokens(self.block_size)
 
     def packed(self, stored: TokenFormat, seed: int = 0, size: float = 1.0) -> "Ragged":
-        """The batch with random tokens of another format in its stores, and values of a size."""
+        """The batch with random tokens of another format in its stores, and values of a size.
+
+        The centres of keys are as large as what is left of them.
+        """
         rand = torch.Generator().manual_seed(seed)
+        centres = torch.randn(self.num_heads, self.cache.shape[3] // 2, generator=rand)
         cache, dim = self.cache.clone(), self.cache.shape[3] // 2
         cache[..., dim:] *= size
         pages = cache.view(torch.uint8).flatten(2)
@@ -70,7 +75,7 @@ class Ragged:
                     planes = torch.cat([plane.flatten() for plane in stored.encode(keys, values)])
                     pages[block, head] = 255
                     pages[block, head, : len(planes)] = planes
-        return replace(self, cache=cache, stored=stored)
+        return replace(self, cache=cache, stored=stored, centres=centres)
 
     def tokens(self, layer: int, request: int, head: int) -> tuple[torch.Tensor, torch.Tensor]:
         """[N, D] keys and values of a sequence, float64."""
@@ -87,6 +92,8 @@ class Ragged:
                 planes.append(whole[:, begin:end].reshape(-1, size))
                 begin = end
             stored = self.stored.decode(planes)
+            if self.centres is not None:
+                stored = stored[0] + self.centres[head].cpu(), stored[1]
             keys, values = (
                 torch.cat([old.double(), new])
                 for old, new in zip(stored, (keys, values), strict=True)

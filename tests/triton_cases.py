@@ -136,6 +136,7 @@ def check_decode(
             None if sink is None else sink.to(device),
             ring,
             packed,
+            batch.centres,
         )
         assert not partials.arrived.any(), "counters are not reset"
         meant = query.float().cpu()[tokens.long().cpu()] * query_scale
@@ -165,7 +166,8 @@ def check_unpack(device: str, dtype: torch.dtype, stored: PackedFormat, **option
         dense = torch.full(shape, float("nan"), dtype=dtype, device=device)
         unpack_tokens(
             batch.rows, places, batch.tail_start, batch.stores, batch.head_indptr[layer],
-            batch.block_table, lengths[layer].contiguous(), batch.cache, packed, dense,
+            batch.block_table, lengths[layer].contiguous(), batch.cache, packed, batch.centres,
+            dense,
         )  # fmt: skip
         for sequence, found in enumerate(dense.cpu()):
             request, head = divmod(sequence, heads)

@@ -97,6 +97,7 @@ class Step:
         self.out = torch.empty_like(self.query)
         self.flash = Scratch("flash", self.shape, self.device)
         self.triton = Scratch("triton", self.shape, self.device, self.stored)
+        self.centres = torch.zeros(heads, self.shape.head_size, device=self.device)
         sequences = self.requests * heads
         self.slices = Slices.room(self.layers, sequences, self.triton.programs, self.device)
         self.stages = self.triton.stages(sequences)
@@ -138,7 +139,7 @@ class Step:
         decode_attention(
             self.query, self.cache(layer), self.out, self.stores, self.block_table, self.slices,
             layer, self.triton.partials, self.scale, 0.0, self.stages,
-            ring=self.ring(layer), packed=self.triton.packed,
+            ring=self.ring(layer), packed=self.triton.packed, centres=self.centres,
         )  # fmt: skip
 
     def run_triton(self) -> None:

@@ -93,6 +93,12 @@ WORKER_HOOKS = {
             CachedRequestData.resumed_req_ids
         """,
     },
+    "worker/centres.py": {
+        "vllm.model_executor.layers.linear": """
+            QKVParallelLinear.num_heads QKVParallelLinear.num_kv_heads QKVParallelLinear.head_size
+            QKVParallelLinear.hidden_size QKVParallelLinear.forward(input_)
+        """,
+    },
     "worker/rotary.py": {
         "vllm.model_executor.layers.rotary_embedding.base": """
             RotaryEmbedding.rotary_dim RotaryEmbedding.is_neox_style RotaryEmbedding.head_size

@@ -106,6 +106,7 @@ class Backend:
             records=True,
             extensions=[],
             extension_requests=lambda common: (),
+            cache=lambda name: SimpleNamespace(centres=batch.centres),
         )
         self.impl = EvictingFlashImpl.__new__(EvictingFlashImpl)
         for name, value in dict(

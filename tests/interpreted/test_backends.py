@@ -231,14 +231,14 @@ def test_the_warm_up_stays_within_its_buffers(stored, monkeypatch):
     backend = Backend("flash", batch, GROUP, 2)
     size, heads, real, seen = batch.block_size, batch.num_heads, unpacked.unpack_tokens, []
 
-    def unpack_tokens(rows, places, tails, stores, split, table, lengths, cache, packed, dense):
+    def unpack_tokens(rows, places, tails, stores, split, table, lengths, cache, packed, *last):
         index = rows.long()
         later = lengths - split[index].diff().flatten() * packed.page_tokens
         ends = tails[index].repeat_interleave(heads) + later
         assert later.tolist() == [2] * len(lengths)
-        assert int(lengths.max()) <= dense.shape[1] and int(ends.max()) <= table.shape[1] * size
+        assert int(lengths.max()) <= last[-1].shape[1] and int(ends.max()) <= table.shape[1] * size
         seen.append(len(rows))
-        real(rows, places, tails, stores, split, table, lengths, cache, packed, dense)
+        real(rows, places, tails, stores, split, table, lengths, cache, packed, *last)
 
     monkeypatch.setattr(unpacked, "unpack_tokens", unpack_tokens)
     one = torch.ones(())

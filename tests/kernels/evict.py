@@ -103,6 +103,7 @@ def worker(
             head_size**-0.5,
             0.0,
             token_format=stored,
+            centres=None if stored.as_cached else 2 * torch.randn(HEADS, head_size).to(where),
             **(dict(query_scale=0.5, key_scale=0.25, value_scale=4.0) if fp8 else {}),
         )
         for name in NAMES

@@ -29,7 +29,7 @@ def arguments(device: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
     tables = (batch.requests, indptr, stores, batch.positional)
     window = ([0.1], 0.0, 8, batch.max_columns, *tables)
     partial = empty(2, 1, 8, 2, dtype=torch.float32)
-    as_cached = (16, 0, 0, [])
+    as_cached = (16, 0, 0, [], floats(0))
     yield "window_lse", (floats(1, 1, 2, 8), partial, scene.caches, rings, *window, *as_cached)
     given = (floats(1, 1, 2, 8), scene.caches, rings, *window, *as_cached)
     yield "column_sums", (floats(1, batch.sums), *given)
@@ -78,6 +78,7 @@ def arguments(device: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
             0,
             0,
             [],
+            floats(0),
             [],
             [],
         ),

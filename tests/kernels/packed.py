@@ -56,6 +56,7 @@ def check_compact(device: str, shape: Shape, in_place: bool = False) -> None:
         scene.head_indptr,
         scene.stores,
         stored,
+        centres=scene.centres,
     )
     off, codes = 0, 0
     for due, of_due, split in zip(scene.due, kept, pages, strict=True):
@@ -87,7 +88,9 @@ def check_compact(device: str, shape: Shape, in_place: bool = False) -> None:
             page, slot = moved[0][layer], moved[1][layer]
             old = columns[layer] < width * size
             was = scene.layer_cache(layer, before[layer])
-            tokens = was.tokens(page, slot, old)
+            head = torch.arange(heads).repeat_interleave(torch.tensor(split[layer]) * size)
+            tokens = list(was.tokens(page, slot, old, head))
+            tokens[0] -= scene.centres[layer].cpu()[head]
             right = scene.layer_cache(layer, expected[layer])
             right.move(page, slot, target, old)
             expected[layer] = right.pages.view(expected[layer].shape)
@@ -140,8 +143,9 @@ def check_odd_elements(device: str) -> None:
     columns = torch.arange(blocks * size).repeat(shape.heads).int().to(device)
     pages = torch.full((1, 1, shape.heads), blocks).int().to(device)
     compact(
-        scene.caches, columns, pages, scene.batch, scene.head_indptr, scene.stores, shape.stored
-    )
+        scene.caches, columns, pages, scene.batch, scene.head_indptr, scene.stores, shape.stored,
+        centres=torch.zeros_like(scene.centres),
+    )  # fmt: skip
     first = torch.tensor([due.store[0] * shape.heads])
     keys, values = scene.layer_cache(0).stored_tokens(first)
     assert keys[0].isnan().any(-1).nonzero().flatten().tolist() == [1]

@@ -104,6 +104,10 @@ class Scene:
         # Wider than what is used, as the worker's table is.
         self.stores = stores.to(self.device)[:, :widest]
         self.caches = [self._cache() for _ in range(layers)]
+        self.centres: torch.Tensor | None = None
+        if not shape.stored.as_cached:
+            drawn = torch.randn(layers, heads, shape.head_size, generator=self.generator)
+            self.centres = (3 * drawn).to(self.device)
         self.head_indptr = self.head_indptr.to(self.device)
         self.tail_start = self.tail_start.to(self.device)
         self.batch = self.batch_of(due)
@@ -156,7 +160,8 @@ class Scene:
         keys = tokens + torch.arange(shape.head_size)
         pages = (self.caches[layer] if cache is None else cache).cpu().flatten(0, 1).flatten(1)
         layout = PageLayout(keys, keys + shape.head_size)
-        return LayerCache(pages, layout, 1.0, 0.0, token_format=shape.stored)
+        centres = None if self.centres is None else self.centres[layer].cpu()
+        return LayerCache(pages, layout, 1.0, 0.0, token_format=shape.stored, centres=centres)
 
     def _cache(self) -> torch.Tensor:
         shape = self.shape

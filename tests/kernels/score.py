@@ -46,6 +46,7 @@ def layers_of(scene: Scene, case: Case) -> WindowLayers:
         old_store=scene.stores,
         softcap=case.softcap,
         token_format=shape.stored,
+        centres=scene.centres,
     )
 
 

@@ -173,7 +173,8 @@ class EvictingImplMixin:
             if query.dtype == FP8:
                 scale *= layer._q_scale_float
             caps = (self.logits_soft_cap, layer._v_scale_float)
-            decode(query, kv_cache, output, step, buffers, index, scale, *caps, self._sinks(), ring)
+            last = self._sinks(), ring, metadata.binding.cache(layer.layer_name).centres
+            decode(query, kv_cache, output, step, buffers, index, scale, *caps, *last)
             return
         assert step.in_order
         requests, size = len(step.rows), query.shape[2]
@@ -207,7 +208,9 @@ class EvictingImplMixin:
         buffers = metadata.buffers
         index = buffers.state.layer_index[layer.layer_name]
         if buffers.scratch.packed is not None:
-            for part, pages in unpacked(kv_cache, step, buffers, index):
+            centres = metadata.binding.cache(layer.layer_name).centres
+            assert centres is not None
+            for part, pages in unpacked(kv_cache, centres, step, buffers, index):
                 self._attend_extended(layer, query, pages, metadata, part, output)
             return
         buffers.write_table(step, index, step.table)

@@ -193,6 +193,11 @@ class StoredBatch:
         plain = queries.flatten(1, 2)
         turned = plain if rotation is None else plain @ rotation.T
         parts = Parts.empty(plain)
+        # What the centres of stored keys add to the logits of all tokens of a store.
+        offset = None
+        if cache.centres is not None:
+            centres = cache.centres.repeat(last - first, 1)
+            offset = (plain @ centres[..., None])[..., 0] * cache.scale
 
         table, in_store = heads.table[layer, sequences], heads.store_pages[layer, sequences, None]
         column = torch.arange(table.shape[1])
@@ -217,6 +222,7 @@ class StoredBatch:
                 (cache.layout.keys, cache.layout.values),
                 cache.softcap,
                 (cache.key_scale, cache.value_scale),
+                offset,
             )
             parts = Parts(top, total, torch.zeros_like(plain), values)
             return parts.result(None, sinks).unflatten(1, (count, group))
@@ -225,8 +231,11 @@ class StoredBatch:
         for some in self._pieces(owner, cache.page_tokens, plain):
             planes = cache.stored_planes(table[owner[some], place[some]].long())
             keys, values = stored_format.turned(planes)
-            logits = self._logits(cache, turned[owner[some]], keys)
-            parts.add(owner[some], logits, values, rotated=True)
+            mine = owner[some]
+            logits = self._logits(
+                cache, turned[mine], keys, None if offset is None else offset[mine]
+            )
+            parts.add(mine, logits, values, rotated=True)
 
         block_size = cache.layout.block_size
         owner, place = in_tail.nonzero(as_tuple=True)
@@ -256,9 +265,17 @@ class StoredBatch:
             yield slice(begin, begin + step)
 
     @staticmethod
-    def _logits(cache: LayerCache, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Return the logits [P, Q, T] of queries [P, Q, D] and keys [P, T, D]."""
+    def _logits(
+        cache: LayerCache,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        offset: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the logits [P, Q, T] of queries [P, Q, D] and keys [P, T, D], with an offset
+        [P, Q] that is added before they are capped."""
         logits = (queries @ keys.mT).mul_(cache.scale)
+        if offset is not None:
+            logits += offset[..., None]
         if cache.softcap:
             logits = logits.div_(cache.softcap).tanh_().mul_(cache.softcap)
         return logits

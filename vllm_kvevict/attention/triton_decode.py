@@ -20,6 +20,7 @@ def decode(
     value_scale: float,
     sinks: torch.Tensor | None,
     ring: Ring | None,
+    centres: torch.Tensor | None,
 ) -> None:
     """Compute attention of a step's single query tokens, in one layer, from the eviction state.
 
@@ -35,6 +36,7 @@ def decode(
         value_scale: Scale of an FP8 cache's values, else 1.
         sinks: [query heads] float32 attention sinks, None for none.
         ring: Ring entries to which the queries are written as well; None for none.
+        centres: [H, D] float32 of stores in few bits; None for other stores.
 
     """
     assert step.slices is not None
@@ -54,4 +56,5 @@ def decode(
         sinks,
         ring,
         buffers.scratch.packed,
+        centres,
     )

@@ -13,12 +13,17 @@ from vllm_kvevict.rules.rule import blocks_for
 
 
 def unpacked(
-    kv_cache: torch.Tensor, step: Extend, buffers: GroupBuffers, layer: int
+    kv_cache: torch.Tensor,
+    centres: torch.Tensor,
+    step: Extend,
+    buffers: GroupBuffers,
+    layer: int,
 ) -> Iterator[tuple[Extend, torch.Tensor]]:
     """Yield some requests of a step at a time, over pages that hold their tokens.
 
     Args:
         kv_cache: [num_blocks, H, block_size, 2 * D].
+        centres: [H, D] float32, without which keys are stored.
         step: The requests.
         buffers: The group's buffers.
         layer: Index of the layer in its group.
@@ -57,6 +62,7 @@ def unpacked(
             lengths,
             kv_cache,
             packed,
+            centres,
             dense,
         )
         part = replace(

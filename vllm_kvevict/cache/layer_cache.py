@@ -32,6 +32,8 @@ class LayerCache:
         sinks: [H, G] of any float type: the layer's attention sinks, None if it has none.
         token_format: Format of the tokens in pages of stores. All other pages hold tokens as vLLM
             wrote them.
+        centres: [H, D] float32: what is subtracted from a key before a store in few bits encodes
+            it, None for nothing. See :mod:`vllm_kvevict.worker.centres`.
 
     """
 
@@ -44,6 +46,7 @@ class LayerCache:
     value_scale: float = 1.0
     sinks: torch.Tensor | None = None
     token_format: TokenFormat = AS_CACHED
+    centres: torch.Tensor | None = None
 
     @property
     def page_tokens(self) -> int:
@@ -90,12 +93,15 @@ class LayerCache:
             return elements.permute(0, 3, 1, 2).flatten(2).mT
         return elements.flatten(1, 2)
 
-    def key_sequences(self, pages: torch.Tensor, store_pages: int = 0) -> torch.Tensor:
+    def key_sequences(
+        self, pages: torch.Tensor, store_pages: int = 0, heads: slice = slice(None)
+    ) -> torch.Tensor:
         """Return the keys of the pages of each head, concatenated.
 
         Args:
             pages: [H, P] int64, of a store first.
             store_pages: Number of pages of a store at the left of each row.
+            heads: The KV heads of the rows, of all of the layer.
 
         Returns:
             [H, N, D], a copy, with N the tokens of P pages: of the type that the format decodes to
@@ -110,6 +116,8 @@ class LayerCache:
         if self.token_format.as_cached or not store_pages:
             return self.sequences(self.keys(pages))
         stored = self.stored_tokens(pages[:, :store_pages])[0].flatten(1, 2)
+        if self.centres is not None:
+            stored = stored.add_(self.centres[heads, None])
         return torch.cat([stored, self.sequences(self.keys(pages[:, store_pages:]))], dim=1)
 
     def value_sequences(self, pages: torch.Tensor, store_pages: int = 0) -> torch.Tensor:
@@ -140,7 +148,7 @@ class LayerCache:
         return _scaled(self.layout.read_values(self.pages, pages), self.value_scale)
 
     def stored_tokens(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values of pages of stores.
+        """Return the keys and values of pages of stores, keys without the centre of their head.
 
         Args:
             pages: [...] int64.
@@ -155,7 +163,11 @@ class LayerCache:
         return self.token_format.decode(self.stored_planes(pages))
 
     def tokens(
-        self, page: torch.Tensor, slot: torch.Tensor, in_store: torch.Tensor
+        self,
+        page: torch.Tensor,
+        slot: torch.Tensor,
+        in_store: torch.Tensor,
+        head: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values of single tokens of stores and other pages.
 
@@ -163,6 +175,7 @@ class LayerCache:
             page: [...] int64.
             slot: [...] int64 slots in these pages.
             in_store: [...] bool: True for tokens in pages of stores.
+            head: [...] int64 KV heads, of a shape that can be expanded to that of ``page``.
 
         Returns:
             [..., D] float32 each.
@@ -175,6 +188,8 @@ class LayerCache:
         stored = slot[in_store]
         for found, all_pages in zip((keys, values), self.stored_tokens(pages), strict=True):
             found[in_store] = all_pages[place, stored].float()
+        if self.centres is not None:
+            keys[in_store] += self.centres[head.expand_as(page)[in_store]]
         pages, place = page[~in_store].unique(return_inverse=True)
         others = slot[~in_store]
         for found, all_pages in zip(
@@ -236,6 +251,14 @@ class LayerCache:
         found = [plane.index_select(0, pages.flatten()) for plane in self.planes]
         return [plane.unflatten(0, pages.shape) for plane in found]
 
+    def _centred(self, keys: torch.Tensor, page: torch.Tensor) -> torch.Tensor:
+        """Return the keys [K, D] of tokens of pages [K] that are not of a store, as they are
+        encoded."""
+        if self.centres is None:
+            return keys
+        # Page h of a block is that of head h.
+        return keys.float() - self.centres[page % len(self.centres)]
+
     def _read(
         self, page: torch.Tensor, slot: torch.Tensor, old: torch.Tensor, out: list[torch.Tensor]
     ) -> None:
@@ -243,7 +266,7 @@ class LayerCache:
         new, kept = (~old).nonzero().flatten(), old.nonzero().flatten()
         pages, place = page[new].unique_consecutive(return_inverse=True)
         keys, values = self.keys(pages)[place, slot[new]], self.values(pages)[place, slot[new]]
-        encoded = self.token_format.encode(keys, values)
+        encoded = self.token_format.encode(self._centred(keys, page[new]), values)
         for plane, fresh, tokens in zip(self.planes, encoded, out, strict=True):
             tokens[new] = fresh
             tokens[kept] = plane[page[kept], slot[kept]]
@@ -260,8 +283,7 @@ class LayerCache:
         # A page of a store has more slots than other pages, so its slots may not exist there.
         tokens = others[page.masked_fill(old, 0), slot.masked_fill(old, 0)]
         keys, values = tokens.chunk(2, dim=-1)
-        encoded = self.token_format.encode(
-            _scaled(keys, self.key_scale), _scaled(values, self.value_scale)
-        )
+        keys = self._centred(_scaled(keys, self.key_scale), page)
+        encoded = self.token_format.encode(keys, _scaled(values, self.value_scale))
         for plane, fresh, found in zip(self.planes, encoded, out, strict=True):
             found.copy_(torch.where(old[:, None], plane[page, slot], fresh))

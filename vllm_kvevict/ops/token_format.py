@@ -125,6 +125,9 @@ class PackedFormat(TokenFormat):
     them, ``key << value_bits | value``, else a plane of keys and one of values. The scales, keys
     before values, are the last plane.
 
+    Keys are encoded without the centre of their head, which callers subtract and add
+    (:mod:`vllm_kvevict.worker.centres`).
+
     A NaN or an infinite element makes its own token NaN, and no other.
 
     Args:
@@ -149,7 +152,10 @@ class PackedFormat(TokenFormat):
     @property
     def name(self) -> str:
         """Name in the fingerprint of files, with all that decides about the bytes."""
-        return f"{self.key_bits}/{self.value_bits} bits, {self.sixteenths}/16, signs {SIGNS_SEED}"
+        return (
+            f"{self.key_bits}/{self.value_bits} bits, {self.sixteenths}/16, signs {SIGNS_SEED}, "
+            f"centres of {POSITIONS}"
+        )
 
     @property
     def _joint(self) -> bool:
@@ -190,6 +196,10 @@ class PackedFormat(TokenFormat):
     def rotation(self, head_size: int, device: "torch.device") -> "torch.Tensor":
         return hadamard(head_size, device)
 
+
+POSITIONS = 4096
+"""Positions over which a rotated bias is averaged. With more of them, less would be subtracted from
+the keys of short prompts; with fewer, what is left at later positions is at most twice as large."""
 
 GROUP = 64
 """Largest number of dimensions with a scale of their own."""

@@ -247,7 +247,10 @@ class CandidateReader:
         padding = holdings.padding.flatten()[heads] * holdings.page_tokens
         observed = inputs.queries is not None
         read = [grid if needs.keys or observed else grid[:, :0] for grid in grids]
-        sequences = [c.key_sequences(pages, stored) for c, pages in zip(caches, read, strict=True)]
+        sequences = [
+            cache.key_sequences(pages, stored, some)
+            for cache, pages, (_, some) in zip(caches, read, parts, strict=True)
+        ]
         keys = joined(sequences)[:, :columns]
         del sequences
         valid = torch.arange(columns, device=padding.device) >= padding[:, None]

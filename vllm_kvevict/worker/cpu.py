@@ -15,6 +15,7 @@ from vllm_kvevict.attention.stored import warm_up
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_layout import PageLayout
 from vllm_kvevict.cache.spec import EvictableLatentSpec
+from vllm_kvevict.worker.centres import key_centres, warn_of_lost_keys
 from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.mixin import EvictionWorkerMixin, sinks_of
 
@@ -66,10 +67,13 @@ class EvictingCPUWorker(EvictionWorkerMixin, CPUWorker):
             value_scale=layer._v_scale_float,
             sinks=sinks_of(layer.impl),
             token_format=stored,
+            centres=key_centres(self.model_runner.get_model(), layer, stored),
         )
 
     def _bind(self, worker: WorkerEviction) -> None:
         super()._bind(worker)
+        layers = {name: self._layer(name) for name in self._evictable_layers}
+        warn_of_lost_keys(self.model_runner.get_model(), layers, worker.cache)
         for name in self._evictable_layers:
             layer = self._layer(name)
             if isinstance(layer.impl, EvictingLatentImpl):

@@ -66,6 +66,8 @@ class _Group:
     token_format: TokenFormat
     stored_scales: list[tuple[float, float]]
     """Scales of the keys and the values of FP8 caches, else 1."""
+    centres: torch.Tensor | None
+    """[L, H, D] of stores in few bits."""
     first: int = 0
     """Index of the first layer in the group."""
 
@@ -78,6 +80,7 @@ class _Group:
             rings=self.rings[layers],
             scales=self.scales[layers],
             stored_scales=self.stored_scales[layers],
+            centres=None if self.centres is None else self.centres[layers],
             kept=self.kept[layers],
             probes={weight: probes.part(layers) for weight, probes in self.probes.items()},
             first=self.first + start,
@@ -279,6 +282,7 @@ class FusedEvictions:
             state.stores,
             group.softcap,
             group.token_format,
+            group.centres,
         )
         batch = EvictionBatch.build(
             due,
@@ -321,6 +325,7 @@ class FusedEvictions:
             state.stores,
             group.token_format,
             group.stored_scales,
+            group.centres,
         )
         if made is not None:
             keep_page_values(group.kept, made, columns, pages, batch, split, state.stores)
@@ -406,6 +411,7 @@ def _group(
         slot_bytes=2 * head_size * first.stored.itemsize,
         made=kept[0].shape[-1] if kept else 0,
     )
+    centres = [caches[name].centres for name in names if caches[name].centres is not None]
     return _Group(
         state=state,
         caches=[
@@ -419,6 +425,7 @@ def _group(
         softcap=caches[names[0]].softcap,
         token_format=first.token_format,
         stored_scales=[(caches[name].key_scale, caches[name].value_scale) for name in names],
+        centres=torch.stack(centres) if centres else None,
         kept=kept,
         probes={} if probes is None else _by_weight(probes, caches, names, longest),
         sizes=sizes,

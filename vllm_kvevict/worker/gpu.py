@@ -28,6 +28,7 @@ from vllm_kvevict.ops.fp8 import CACHE_DTYPES
 from vllm_kvevict.policies.kernels import check_kernels
 from vllm_kvevict.policies.registry import build_policies
 from vllm_kvevict.policies.requirements import policy_requirements
+from vllm_kvevict.worker.centres import key_centres, warn_of_lost_keys
 from vllm_kvevict.worker.eviction import WorkerEviction
 from vllm_kvevict.worker.fused import FusedEvictions, obstacle
 from vllm_kvevict.worker.mixin import EvictionWorkerMixin, sinks_of
@@ -205,6 +206,8 @@ class EvictingWorker(EvictionWorkerMixin):
 
     def _bind(self, worker: WorkerEviction) -> None:
         super()._bind(worker)
+        evictable = {name: self._layer(name) for name in self._evictable_layers}
+        warn_of_lost_keys(self.model_runner.get_model(), evictable, worker.cache)
         scratch = self._allocate_scratch()
         self._buffers = []
         for group_id, state in worker.states.items():
@@ -249,6 +252,7 @@ class EvictingWorker(EvictionWorkerMixin):
                 "model without --kv-eviction."
             )
         size = spec.block_size * (spec.head_size + spec.head_size_v)
+        stored = self.eviction_config.token_format
         return LayerCache(
             pages=cache.view(-1, size),
             layout=interleaved(spec.block_size, spec.head_size),
@@ -258,7 +262,8 @@ class EvictingWorker(EvictionWorkerMixin):
             key_scale=layer._k_scale_float,
             value_scale=layer._v_scale_float,
             sinks=sinks_of(layer.impl),
-            token_format=self.eviction_config.token_format,
+            token_format=stored,
+            centres=key_centres(self.model_runner.get_model(), layer, stored),
         )
 
 

@@ -54,7 +54,7 @@ class Rotary:
             positions.shape[-1], self.module.head_size, dtype=self.dtype, device=positions.device
         )
         upright[:, first : first + step * pairs : step] = 1
-        rotated = self._apply(positions, upright).float()
+        rotated = self.rotated(positions, upright).float()
         cos = rotated[:, first : first + step * pairs : step]
         sin = rotated[:, second : second + step * pairs : step]
         lengths = cos.square() + sin.square()
@@ -105,12 +105,13 @@ class Rotary:
         positions = torch.tensor([0, 1, longest // 3, longest - 1], device=device)
         generator = torch.Generator().manual_seed(0)
         keys = torch.randn(4, self.module.head_size, generator=generator).to(device, self.dtype)
-        rotated = self._apply(positions, keys.clone())
+        rotated = self.rotated(positions, keys.clone())
         inverted = unrotated(rotated[None], self._rotation(positions))[0]
         tolerance = 16 * torch.finfo(self.dtype).eps
         return torch.allclose(inverted, keys.float(), rtol=tolerance, atol=tolerance)
 
-    def _apply(self, positions: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    def rotated(self, positions: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Return the keys [N, D] that the module gets, or [N, H * D], at positions [N]."""
         # PyTorch on every platform, because a kernel may need more than one row, or a query head.
         apply = getattr(self.module, "forward_native", self.module.forward)
         # Latent attention passes a dimension of heads to its modules, and some need it.

@@ -23,9 +23,11 @@ def some_cache(token_format, dtype, size, softcap, sinks):
         pages = pages.mul_(2).abs_().floor_()
     found = torch.randn(HEADS, GROUP) if sinks else None
     layout = PageLayout(offsets[0], offsets[1])
+    centres = None if token_format is BYTES else torch.randn(HEADS, size)
     cache = LayerCache(
-        pages, layout, 0.2, softcap, 1.0, *scales, sinks=found, token_format=token_format
-    )
+        pages, layout, 0.2, softcap, 1.0, *scales, sinks=found, token_format=token_format,
+        centres=centres,
+    )  # fmt: skip
     count = 24 * cache.page_tokens
     page, slot = torch.randint(40, 80, (count,)), torch.randint(0, BLOCK, (count,))
     cache.move(page, slot, torch.randperm(24))
@@ -102,6 +104,8 @@ def test_every_query_sees_its_tokens(token_format, dtype, size, softcap, sinks, 
                 found.flatten(0, 1).double()
                 for found in cache.stored_tokens(table[0, row, :pages].long())
             )
+            if cache.centres is not None:
+                keys += cache.centres[h]
             blocks = table[0, row, pages : pages + -(-tail // BLOCK)].long()
             keys = torch.cat([keys, cache.keys(blocks).flatten(0, 1)[:tail].double()])
             values = torch.cat([values, cache.values(blocks).flatten(0, 1)[:tail].double()])

@@ -72,7 +72,7 @@ def warm(
 ):
     """A backend of ``size`` requests, warmed up."""
     batch = random_ragged(0, heads=heads, requests=size, layers=2)
-    batch.stored = stored
+    batch.stored, batch.centres = stored, torch.zeros(heads, batch.cache.shape[3] // 2)
     backend = Backend(kernel, batch, GROUP, size, sinks=sinks)
     # Some steps have fewer sequences than programs, and some have more.
     backend.builder.buffers.scratch.resident = Residency(8, 3, 5)

@@ -4,12 +4,14 @@ import pytest
 import torch
 
 from tests.hardware import FP8_CACHE
+from tests.oracles.packed import given_back
 from tests.token_formats import FORMATS
 from tests.unit.cache.test_page_layout import write_cache
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_layout import PageLayout
 from vllm_kvevict.ops.token_format import INT4, INT8
 from vllm_kvevict.worker.cpu import measure_layout
+from vllm_kvevict.worker.gpu import interleaved
 
 
 @FP8_CACHE
@@ -117,6 +119,37 @@ def test_a_format_whose_tokens_do_not_fit_is_refused():
     assert FORMATS["bytes"].page_bytes(16, 128, 4) == 16 * 128 * 4
     with pytest.raises(ValueError, match="do not hold 80 tokens of bytes"):
         Large().page_bytes(16, 128, 4)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["compiled", "as on a GPU"])
+def test_a_constant_part_of_keys_costs_no_accuracy(elsewhere):
+    """The keys of two heads, with a large constant each, against numpy without the constant."""
+    torch.manual_seed(5)
+    size, block_size, heads, pages = 64, 16, 2, 80
+    layout = interleaved(block_size, size)
+    centres = 100 * torch.randn(heads, size)
+    tokens = torch.randn(pages, block_size, 2, size)
+    exact = tokens[:, :, 0].clone()
+    tokens[:, :, 0] += centres.repeat(pages // heads, 1)[:, None]
+    cache = LayerCache(tokens.flatten(1), layout, 1.0, 0.0, token_format=INT4, centres=centres)
+    count = cache.page_tokens
+    # Survivors of head 1, which fill a page in a place of head 0.
+    page, slot = torch.arange(count) // block_size * 2 + 31, torch.arange(count) % block_size
+    target = torch.tensor([4])
+    expected = given_back(exact[page, slot], 5) + centres[1]
+    if elsewhere:
+        found = [plane.new_empty(count, plane.shape[-1]) for plane in cache.planes]
+        cache._read_alike(page, slot, torch.zeros(count, dtype=torch.bool), found)
+        for plane, part in zip(cache.planes, found, strict=True):
+            plane[target] = part[None]
+    else:
+        cache.move(page, slot, target)
+    keys = cache.key_sequences(target[None], 1, slice(1, 2))[0]
+    assert torch.isclose(keys, expected, atol=1e-3).all(-1).float().mean() > 0.9
+    assert float((keys - expected).square().mean()) < 1e-3
+    order = torch.arange(count)
+    alone, _ = cache.tokens(target.expand(count), order, order >= 0, torch.tensor(1))
+    assert torch.equal(alone, keys)
 
 
 @pytest.mark.parametrize("token_format", [INT4, INT8], ids=lambda one: f"{one.key_bits} bits")

@@ -95,7 +95,7 @@ def test_launches_take_no_tensor_of_the_host(launched, monkeypatch):
 def test_a_step_waits_for_nothing(kernel, counts, options, share, launched, monkeypatch):
     host = random_ragged(3, requests=6, longest_tail=60, evicted_share=share)
     if options == "int4":
-        host.stored = INT4
+        host.stored, host.centres = INT4, torch.zeros(host.num_heads, 32)
     evicted, single = host.tail_start[host.rows.long()] > 0, torch.tensor(counts) == 1
     made, kind = MADE[kernel]
     with pretended(monkeypatch) as watch:

@@ -135,7 +135,8 @@ class Accumulation:
                 keys = cache.keys(pages).flatten(1, 2)
             else:
                 page, slot, stored = self.heads.slots(layer, sequences, bs, cache.page_tokens)
-                keys = cache.tokens(page, slot, stored)[0]
+                head = torch.arange(len(page))[:, None] % num_heads
+                keys = cache.tokens(page, slot, stored, head)[0]
             sinks = None
             if cache.sinks is not None:
                 sinks = cache.sinks.float().repeat(last - first, 1)

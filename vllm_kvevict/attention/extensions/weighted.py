@@ -149,7 +149,7 @@ class WeightedBatch:
             log_weights = token_stats[pages][..., :2].flatten(1, 2)
         else:
             page, slot, stored = self.heads.slots(layer, sequences, bs, cache.page_tokens)
-            keys, values = cache.tokens(page, slot, stored)
+            keys, values = cache.tokens(page, slot, stored, torch.arange(len(page))[:, None])
             log_weights = token_stats[page, slot][..., :2]
         column = torch.arange(keys.shape[1])
         # Slots after the last token hold values of former requests, which may be NaN.

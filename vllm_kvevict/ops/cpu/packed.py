@@ -54,6 +54,7 @@ def decode_kernel(
     The kernel's arguments, for P pages of S sequences with G query heads each:
 
     - ``queries`` [S, G, D] float32, rotated and scaled;
+    - ``added_logit`` [S, G] float32, added to every logit;
     - ``first`` [S + 1] int64: the pages of sequence s are ``first[s] .. first[s + 1] - 1`` of
     - ``pages`` [P] int64, page numbers in the cache;
     - ``keys`` and ``values`` [num_pages, T, D] uint8: codes, one tensor if both are in one byte;
@@ -73,8 +74,9 @@ def decode_kernel(
 
     @numba.njit(nogil=True, fastmath={"reassoc", "contract", "arcp", "nsz"}, boundscheck=False)
     def kernel(
-        queries: Any, first: Any, pages: Any, keys: Any, values: Any, scales: Any, halves: Any,
-        softcap: Any, top: Any, total: Any, output: Any, begin: int, end: int,
+        queries: Any, added_logit: Any, first: Any, pages: Any, keys: Any, values: Any,
+        scales: Any, halves: Any, softcap: Any, top: Any, total: Any, output: Any, begin: int,
+        end: int,
     ) -> None:  # fmt: skip
         tokens, rows = keys.shape[1], queries.shape[1]
         logits = np.empty((rows, tokens), np.float32)
@@ -97,7 +99,7 @@ def decode_kernel(
                     for d in range(size):
                         code[d] = np.float32(keys[page, t, d] >> shift)
                     for g in range(rows):
-                        found = np.float32(0.0)
+                        found = added_logit[s, g]
                         for part in range(groups):
                             dot = np.float32(0.0)
                             for d in range(part * width, (part + 1) * width):
@@ -279,6 +281,7 @@ def decode(
     places: tuple[torch.Tensor, torch.Tensor],
     softcap: float,
     cache_scales: tuple[float, float] = (1.0, 1.0),
+    added_logit: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attend to stores and tails with one query token of each of S sequences.
 
@@ -295,6 +298,7 @@ def decode(
         places: Offsets [block_size, D] int64 of keys and of values in a page.
         softcap: Logit soft cap, 0 for none.
         cache_scales: Factors of the keys and of the values in ``cache``; 1 for float32.
+        added_logit: [S, G] float32, added to the logits of stored tokens; None for 0.
 
     Returns:
         Maxima [S, G], sums of exponentials relative to them [S, G] and weighted sums of values
@@ -307,8 +311,9 @@ def decode(
     scales = planes[-1].view(torch.int16).numpy().view(np.uint16)
     groups = scales.shape[-1] // 2
     cap = np.float32(softcap)
+    added = torch.zeros_like(top) if added_logit is None else added_logit.contiguous()
     run(
-        decode_kernel(size, *bits, groups), count, rotated.contiguous().numpy(),
+        decode_kernel(size, *bits, groups), count, rotated.contiguous().numpy(), added.numpy(),
         *stored.arrays, planes[0].numpy(), planes[-2].numpy(), scales, numbers(torch.float16),
         cap, top.numpy(), total.numpy(), output.numpy(), threads=torch.get_num_threads(),
     )  # fmt: skip

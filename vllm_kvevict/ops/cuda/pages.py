@@ -22,6 +22,7 @@ def compact(
     old_store: torch.Tensor,
     token_format: TokenFormat = AS_CACHED,
     scales: Sequence[tuple[float, float]] = (),
+    centres: torch.Tensor | None = None,
 ) -> None:
     """Copy the survivors of due evictions to their stores, all layers in one launch.
 
@@ -41,6 +42,7 @@ def compact(
             key and a value of the same size.
         scales: Scales of the keys and the values of each layer's FP8 cache; empty for none. Read
             for a format in few bits only.
+        centres: [L, H, D] float32, without which a format in few bits stores keys; contiguous.
 
     Raises:
         RuntimeError: A shape, dtype, stride or device is not as above.
@@ -49,7 +51,7 @@ def compact(
     """
     given = scales or [(1.0, 1.0)] * len(caches)
     packed = (
-        *format_arguments(token_format, caches[0].shape[3] // 2),
+        *format_arguments(token_format, caches[0].shape[3] // 2, centres, columns.device),
         [of_keys for of_keys, _ in given],
         [of_values for _, of_values in given],
     )

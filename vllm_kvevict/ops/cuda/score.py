@@ -28,6 +28,7 @@ class WindowLayers:
         softcap: Logit soft cap, 0 for none.
         token_format: Format of the tokens of stores. One in few bits needs caches of the dtype of
             the rings, to which its keys are rounded.
+        centres: [L, H, D] float32, without which such a format stores keys, contiguous.
 
     """
 
@@ -38,6 +39,7 @@ class WindowLayers:
     old_store: torch.Tensor
     softcap: float = 0.0
     token_format: TokenFormat = AS_CACHED
+    centres: torch.Tensor | None = None
 
     def query_rows(self, batch: EvictionBatch) -> int:
         """Return G * w; row r is query head ``r // w`` of the group and query ``r % w``."""
@@ -174,5 +176,7 @@ def launch_arguments(batch: EvictionBatch, layers: WindowLayers) -> tuple[object
         layers.old_store,
         batch.positional,
         batch.page_tokens,
-        *format_arguments(layers.token_format, layers.rings[0].shape[2]),
+        *format_arguments(
+            layers.token_format, layers.rings[0].shape[2], layers.centres, batch.requests.device
+        ),
     )

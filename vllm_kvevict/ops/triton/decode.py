@@ -114,6 +114,7 @@ def _attend_kernel(
     seq_lens,
     words,
     rotation,
+    centres,
     one,
     scale,
     softcap,
@@ -180,6 +181,7 @@ def _attend_kernel(
             sink = tl.load(sinks + own_head, mask=group < GROUP, other=0.0)
         if KEY_BITS > 0:
             signs = load_columns(rotation, DIM, DIM_PAD)
+            centre = tl.load(centres + head * DIM + dim, mask=dim < DIM, other=0.0)
         query_at = token.to(tl.int64) * query_token + own_head[:, None] * query_head + dim[None, :]
         q = tl.load(query + query_at, mask=queries_used, other=0.0)
         if FP8:
@@ -206,10 +208,10 @@ def _attend_kernel(
         if KEY_BITS > 0:
             if begin < stored:
                 best, weight, sums = attend_stored(
-                    q, words, one, rotation, signs, rotation_scale, own_stores, first_page,
-                    begin, tl.minimum(end, stored), best, weight, scale, softcap, HEADS, DIM,
-                    DIM_PAD, STORE_PAGE, STORE_TILES, STORE_LANES, STORE_BYTES, KEY_BITS,
-                    VALUE_BITS, GROUPS, SPREAD, SOFTCAP, LOG2E,
+                    q, words, one, rotation, signs, rotation_scale, centre, own_stores,
+                    first_page, begin, tl.minimum(end, stored), best, weight, scale, softcap,
+                    HEADS, DIM, DIM_PAD, STORE_PAGE, STORE_TILES, STORE_LANES, STORE_BYTES,
+                    KEY_BITS, VALUE_BITS, GROUPS, SPREAD, SOFTCAP, LOG2E,
                 )  # fmt: skip
             rest = tl.maximum(begin, stored)
         for base in range(rest, end, TILE):
@@ -300,6 +302,7 @@ def decode_attention(
     sinks: torch.Tensor | None = None,
     ring: Ring | None = None,
     packed: PackedStores | None = None,
+    centres: torch.Tensor | None = None,
 ) -> None:
     """Compute attention of one query token per request, in one layer.
 
@@ -322,10 +325,11 @@ def decode_attention(
         sinks: [H * G] float32 attention sinks, contiguous; None for none.
         ring: Ring entries to which the queries are written as well; None for none.
         packed: The stores, if they are in few bits; the cache is then not FP8.
+        centres: [H, D] float32, without which their keys are stored, contiguous.
 
     Raises:
         ValueError: The cache is not contiguous, its type is not the query's, shapes differ, or
-            stores in few bits lie in an FP8 cache.
+            stores in few bits lie in an FP8 cache or have no centres.
 
     """
     heads, page = cache.shape[1], cache.shape[2]
@@ -340,6 +344,8 @@ def decode_attention(
         raise ValueError(f"queries are {query.dtype} and the KV cache is {cache.dtype}")
     if quantised and packed is not None:
         raise ValueError("stores in few bits are not read from an FP8 cache")
+    if packed is not None and (centres is None or tuple(centres.shape) != (heads, dim)):
+        raise ValueError(f"stores in few bits need centres of {heads} heads of {dim} dimensions")
     if query_heads % heads or query.stride(2) != 1 or out.stride(2) != 1:
         raise ValueError(f"{query_heads} query heads do not fit {heads} KV heads, or are strided")
     sums, group = partials.sums, query_heads // heads
@@ -368,6 +374,7 @@ def decode_attention(
         unused if ring is None else ring.seq_lens,
         unused if packed is None else cache.view(torch.int32),
         unused if packed is None else packed.rotation,
+        partials.weights if centres is None else centres,
         ones(query.dtype),
         scale,
         softcap or 1.0,

@@ -97,8 +97,8 @@ def _rotate_sums_back(
 
 @triton.jit
 def attend_stored(
-    q, words, one, rotation, signs, rotation_scale, own_stores, first_page, begin, end, best,
-    weight, scale, softcap, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    q, words, one, rotation, signs, rotation_scale, centre, own_stores, first_page, begin, end,
+    best, weight, scale, softcap, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     PAGE: tl.constexpr, TILES: tl.constexpr, LANES: tl.constexpr, BYTES: tl.constexpr,
     KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, GROUPS: tl.constexpr, SPREAD: tl.constexpr,
     SOFTCAP: tl.constexpr, LOG2E: tl.constexpr,
@@ -114,6 +114,7 @@ def attend_stored(
         rotation: See :class:`~.packed.PackedStores`.
         signs: [DIM_PAD] of :func:`~.packed.load_columns`.
         rotation_scale: The scale of the rotation.
+        centre: [DIM_PAD] float32, without which keys are stored; 0 beyond DIM.
         own_stores: Blocks of the request's store.
         first_page: Page of the store at which the head begins.
         begin: First key.
@@ -138,8 +139,11 @@ def attend_stored(
     ROWS: tl.constexpr = q.shape[0]
     queries, starts = _rotate_query(q, signs, rotation_scale, START, KEY_BITS, GROUPS, SPREAD, DIM)
     factor = scale * unit(START, KEY_BITS, 0, TYPE)
+    # The product with the centre is the same for all stored tokens.
+    added = tl.sum(q.to(tl.float32) * centre[None, :], 1)[:, None] * scale
     if not SOFTCAP:
         factor = factor * LOG2E
+        added = added * LOG2E
     sums = ()
     for _ in tl.static_range(2 * GROUPS):
         sums = appended(sums, tl.zeros([ROWS, SPREAD // 2], tl.float32))
@@ -172,7 +176,7 @@ def attend_stored(
             for part in tl.static_range(2 * group * KEY_FIELDS, 2 * (group + 1) * KEY_FIELDS):
                 found = tl.dot(queries[part], tl.trans(keys[part]), found, input_precision="ieee")
             logits += found * load_scales(scales, token, used, group, GROUPS)[None, :]
-        logits = base_2(logits * factor, used, softcap, SOFTCAP, LOG2E)
+        logits = base_2(logits * factor + added, used, softcap, SOFTCAP, LOG2E)
         new_best = tl.maximum(best, tl.max(logits, 1))
         share = tl.exp2(logits - new_best[:, None])
         decay = tl.exp2(best - new_best)[:, None]

@@ -72,6 +72,7 @@ def _unpack_kernel(
     cache,
     words,
     rotation,
+    centres,
     dense,
     one,
     factor,
@@ -112,6 +113,7 @@ def _unpack_kernel(
     in_head = (dim < DIM)[None, :]
     if stored > 0:
         signs = load_columns(rotation, DIM, DIM_PAD)
+        centre = tl.load(centres + head * DIM + dim, mask=dim < DIM, other=0.0)
         matrices = ()
         for part in tl.static_range(2 * GROUPS):
             matrix = rotation_rows(signs, part // 2, part % 2, TYPE, SPREAD, DIM)
@@ -136,7 +138,7 @@ def _unpack_kernel(
             )  # fmt: skip
             at = target + key[:, None] * (2 * DIM) + dim[None, :]
             mask = used[:, None] & in_head
-            tl.store(at, (keys * factor).to(TYPE), mask=mask)
+            tl.store(at, (keys * factor + centre[None, :]).to(TYPE), mask=mask)
             tl.store(at + DIM, (values * factor).to(TYPE), mask=mask)
     later = length - stored
     # Attention reads whole pages, and a weight of 0 times what is no number is no number.
@@ -164,6 +166,7 @@ def unpack_tokens(
     lengths: torch.Tensor,
     cache: torch.Tensor,
     packed: PackedStores,
+    centres: torch.Tensor,
     dense: torch.Tensor,
 ) -> None:
     """Write the tokens of every (request, KV head) to contiguous memory, in the cache's type.
@@ -178,6 +181,7 @@ def unpack_tokens(
         lengths: [R * H] int32 of this layer, at most N each.
         cache: [num_blocks, H, block_size, 2 * D] contiguous.
         packed: The stores.
+        centres: [H, D] float32, without which their keys are stored, contiguous.
         dense: [R * H, N, 2 * D] in the cache's type, contiguous, written up to the end of the last
             page of each sequence. Zeros fill the rest of that page.
 
@@ -195,6 +199,7 @@ def unpack_tokens(
         cache,
         cache.view(torch.int32),
         packed.rotation,
+        centres,
         dense,
         ones(cache.dtype),
         packed.scale,
