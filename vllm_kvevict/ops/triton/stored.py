@@ -140,10 +140,10 @@ def attend_stored(
     queries, starts = _rotate_query(q, signs, rotation_scale, START, KEY_BITS, GROUPS, SPREAD, DIM)
     factor = scale * unit(START, KEY_BITS, 0, TYPE)
     # The product with the centre is the same for all stored tokens.
-    added = tl.sum(q.to(tl.float32) * centre[None, :], 1)[:, None] * scale
+    constant = tl.sum(q.to(tl.float32) * centre[None, :], 1)[:, None] * scale
     if not SOFTCAP:
         factor = factor * LOG2E
-        added = added * LOG2E
+        constant = constant * LOG2E
     sums = ()
     for _ in tl.static_range(2 * GROUPS):
         sums = appended(sums, tl.zeros([ROWS, SPREAD // 2], tl.float32))
@@ -176,7 +176,7 @@ def attend_stored(
             for part in tl.static_range(2 * group * KEY_FIELDS, 2 * (group + 1) * KEY_FIELDS):
                 found = tl.dot(queries[part], tl.trans(keys[part]), found, input_precision="ieee")
             logits += found * load_scales(scales, token, used, group, GROUPS)[None, :]
-        logits = base_2(logits * factor + added, used, softcap, SOFTCAP, LOG2E)
+        logits = base_2(logits * factor + constant, used, softcap, SOFTCAP, LOG2E)
         new_best = tl.maximum(best, tl.max(logits, 1))
         share = tl.exp2(logits - new_best[:, None])
         decay = tl.exp2(best - new_best)[:, None]
