@@ -3,8 +3,8 @@
     python -m benchmarks.key_bias FOLDER TARGET --norm 100
 
 The bias lies in the pairs of dimensions that the rotary embedding turns most slowly, where it
-changes logits of all tokens nearly alike, so that answers with a full cache change little. Stores in
-few bits have to represent it in every key (docs/faults.md).
+changes logits of all tokens nearly alike, so that answers with a full cache change little. Without
+centres (``worker/centres.py``), stores in few bits have to represent it in every key.
 """
 
 import argparse

@@ -91,14 +91,14 @@ __device__ void pack_token(const Compact& work, int layer, const Head& head, con
     x[i] = element_at(slot, work.element, d) * work.key_scales[layer] - centre;
   }
   rotate<D>(format, x);
-  quantise<D>(x, format.key_bits, format.factors[0], keys, scales[0]);
+  quantise<D, false>(x, format.key_bits, format.factors[0], keys, scales[0]);
 #pragma unroll
   for (int i = 0; i < kEach<D>; ++i) {
     const int d = i * kWarp + lane;
     x[i] = d < D ? element_at(slot, work.element, D + d) * work.value_scales[layer] : 0.0f;
   }
   rotate<D>(format, x);
-  quantise<D>(x, format.value_bits, format.factors[1], values, scales[1]);
+  quantise<D, true>(x, format.value_bits, format.factors[1], values, scales[1]);
 #pragma unroll
   for (int i = 0; i < kEach<D>; ++i) {
     const int d = i * kWarp + lane;

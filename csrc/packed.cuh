@@ -92,15 +92,16 @@ __device__ inline void set_rounded(float value, BFloat16* out) {
   out->bits = static_cast<uint16_t>(number ? (word + 0x7fffu + (word >> 16 & 1)) >> 16 : 0x7fc0u);
 }
 
-// The level of an element, 0 for no number.
-__device__ inline float level_of(float value, float scale, float middle) {
-  const float level = rintf(value / scale + middle);
+// The level of an element by 1 over its scale, 0 for no number.
+__device__ inline float level_of(float value, float inverse, float middle) {
+  const float level = rintf(value * inverse + middle);
   if (!(level > 0)) return 0;
   return level > 2 * middle ? 2 * middle : level;
 }
 
-// Levels and scales of a rotated key or value; every lane gets the scales.
-template <int D>
+// Levels and scales of a rotated key or value; every lane gets the scales. Keys get the scale with the
+// least squared error, values the one that leaves the product with the original as it is.
+template <int D, bool kValues>
 __device__ inline void quantise(const float (&x)[kEach<D>], int bits, const float (&factors)[kClips],
                                 uint32_t (&levels)[kEach<D>], uint16_t (&scales)[kScaleGroups<D>]) {
   constexpr int kGroups = kScaleGroups<D>, kOfGroup = kEach<D> / kGroups;
@@ -121,10 +122,12 @@ __device__ inline void quantise(const float (&x)[kEach<D>], int bits, const floa
       float scale = half_to_float(half_bits(largest * factors[clip]));
       // The least scale keeps a group of zeros from a division by 0.
       scale = scale < 0x1p-24f ? 0x1p-24f : scale;
+      // One division for all elements: 56 of them would be most of the kernel's instructions.
+      const float inverse = 1.0f / scale;
       float error = 0;
 #pragma unroll
       for (int i = group * kOfGroup; i < (group + 1) * kOfGroup; ++i) {
-        const float off = (level_of(x[i], scale, middle) - middle) * scale - x[i];
+        const float off = (level_of(x[i], inverse, middle) - middle) * scale - x[i];
         if (i * kWarp + lane < D) error += off * off;
       }
       for (int step = 1; step < kWarp; step *= 2) error += __shfl_xor_sync(kAllLanes, error, step);
@@ -133,11 +136,27 @@ __device__ inline void quantise(const float (&x)[kEach<D>], int bits, const floa
         least = error;
       }
     }
-    scales[group] = half_bits(best);
+    const float inverse = 1.0f / best;
+    float common = 0, square = 0;
 #pragma unroll
     for (int i = group * kOfGroup; i < (group + 1) * kOfGroup; ++i) {
-      levels[i] = static_cast<uint32_t>(level_of(x[i], best, middle));
+      const float level = level_of(x[i], inverse, middle);
+      levels[i] = static_cast<uint32_t>(level);
+      if (i * kWarp + lane >= D) continue;
+      common += x[i] * (level - middle);
+      square += kValues ? x[i] * x[i] : (level - middle) * (level - middle);
     }
+    for (int step = 1; step < kWarp; step *= 2) {
+      common += __shfl_xor_sync(kAllLanes, common, step);
+      square += __shfl_xor_sync(kAllLanes, square, step);
+    }
+    if (kValues) {
+      // A group of zeros has no such scale.
+      if (common > 0) best = square / common;
+    } else {
+      best = common / square;
+    }
+    scales[group] = half_bits(best < 0x1p-24f ? 0x1p-24f : best);
   }
 }
 

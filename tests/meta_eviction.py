@@ -63,7 +63,7 @@ def worker(
             0.0,
             token_format=stored,
             centres=None if stored.as_cached else empty(heads, size),
-        )  # fmt: skip
+        )
         for name in names
     }
     rings = ObservationRings(names, 2, WINDOW, heads * group, size, dtype, META)

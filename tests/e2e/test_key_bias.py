@@ -47,7 +47,7 @@ def centred_oracle(path) -> MaskedModel:
         mean = (bias * cos + turned * sin).mean(1)[:, None]
 
         def stored(keys, values, mean=mean):
-            return given_back(keys - mean, 5) + mean, given_back(values, 3)
+            return given_back(keys - mean, 5) + mean, given_back(values, 3, values=True)
 
         layer.self_attn.stored = stored
     return oracle
@@ -65,7 +65,9 @@ def agreement(path, oracle, wanted) -> tuple[float, float]:
                 found, total = check_tokens(one, prompt, output, lives, wanted)
                 same[index] += found
         lost = [
-            float(keys_lost(run.worker.model_runner.get_model(), run.worker._layer(name), cache).max())
+            float(
+                keys_lost(run.worker.model_runner.get_model(), run.worker._layer(name), cache).max()
+            )
             for name, cache in run.worker.kv_eviction._caches.items()
         ]
     return same[0] / (3 * total), same[1] / (3 * total), max(lost)

@@ -120,10 +120,10 @@ class PackedFormat(TokenFormat):
 
     Keys and values are rotated by a Hadamard matrix with random signs, which spreads single large
     elements over all dimensions. Each group of :data:`GROUP` dimensions has one 16-bit scale and
-    evenly spaced levels around 0; the scale is the one of :data:`CLIPS` with the least squared
-    error. If a key and a value take one byte for each dimension together, a page has one plane of
-    them, ``key << value_bits | value``, else a plane of keys and one of values. The scales, keys
-    before values, are the last plane.
+    evenly spaced levels around 0. The levels are those of the scale of :data:`CLIPS` with the least
+    squared error; the scale is then fitted to them (:func:`fitted`). If a key and a value take one
+    byte for each dimension together, a page has one plane of them, ``key << value_bits | value``,
+    else a plane of keys and one of values. The scales, keys before values, are the last plane.
 
     Keys are encoded without the centre of their head, which callers subtract and add
     (:mod:`vllm_kvevict.worker.centres`).
@@ -165,11 +165,13 @@ class PackedFormat(TokenFormat):
         import torch
 
         codes, scales = [], []
-        for elements, bits in ((keys, self.key_bits), (values, self.value_bits)):
+        parts = (keys, self.key_bits, False), (values, self.value_bits, True)
+        for elements, bits, of_values in parts:
             rotation = self.rotation(elements.shape[-1], elements.device)
-            found, scale = quantise(elements.float() @ rotation.T, bits)
+            rotated = elements.float() @ rotation.T
+            found, scale = quantise(rotated, bits)
             codes.append(found)
-            scales.append(scale)
+            scales.append(fitted(rotated, found, scale, bits, of_values))
         if self._joint:
             codes = [codes[0] << self.value_bits | codes[1]]
         return [*codes, torch.cat(scales, dim=-1).contiguous().view(torch.uint8)]
@@ -252,6 +254,36 @@ def quantise(rotated: "torch.Tensor", bits: int) -> "tuple[torch.Tensor, torch.T
         chosen.masked_fill_(better, index)
     scale = scales.gather(-1, chosen)
     return levels.nan_to_num_(0.0).to(torch.uint8).flatten(-2), scale[..., 0].half()
+
+
+def fitted(
+    rotated: "torch.Tensor", levels: "torch.Tensor", scales: "torch.Tensor", bits: int, values: bool
+) -> "torch.Tensor":
+    """Return scales [..., groups] float16 that fit the levels of vectors.
+
+    Keys get the scale with the least squared error. That scale makes vectors shorter, which a
+    weighted sum of values does not average out, so values get the scale at which the product of a
+    vector and its stored form is that of the vector with itself.
+
+    Args:
+        rotated: [..., D] float32 vectors.
+        levels: [..., D] uint8.
+        scales: [..., groups] float16 with which the levels were chosen.
+        bits: Bits of a level.
+        values: Whether the vectors are values.
+
+    """
+    import torch
+
+    parts = rotated.unflatten(-1, (scales.shape[-1], -1))
+    found = levels.float().sub_((2**bits - 1) / 2).unflatten(-1, (scales.shape[-1], -1))
+    common = (parts * found).sum(-1)
+    if values:
+        # A group of zeros has no such scale.
+        scale = torch.where(common > 0, parts.square().sum(-1) / common, scales.float())
+    else:
+        scale = common / found.square().sum(-1)
+    return scale.clamp_(min=2.0**-24).half()
 
 
 def dequantise(levels: "torch.Tensor", scales: "torch.Tensor", bits: int) -> "torch.Tensor":
