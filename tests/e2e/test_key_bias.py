@@ -53,30 +53,31 @@ def centred_oracle(path) -> MaskedModel:
     return oracle
 
 
-def agreement(path, oracle, wanted) -> tuple[float, float]:
-    """Shares of tokens that agree with an oracle, and with one that quantises nothing."""
-    prompts = [random_prompt(n, seed=n) for n in (700, 333, 1200)]
-    exact, same = MaskedModel(path), [0, 0]
+def agreement(path, oracle) -> tuple[float, float, float]:
+    """Shares of tokens that agree with an oracle and with one that quantises nothing, and the
+    largest estimate of what is lost."""
+    prompts = [random_prompt(n, seed=n) for n in (700, 333)]
+    exact, same, total = MaskedModel(path), [0, 0], 0
     with engine(path, SETTINGS, max_num_batched_tokens=256) as run:
         outputs = run.generate(prompts, NEW_TOKENS)
         for prompt, output, lives in zip(prompts, outputs, run.lives(), strict=True):
             assert len(lives[-1].evictions) >= 2
             for index, one in enumerate((oracle, exact)):
-                found, total = check_tokens(one, prompt, output, lives, wanted)
-                same[index] += found
+                same[index] += check_tokens(one, prompt, output, lives, NEAR)[0]
+            total += len(output)
         lost = [
             float(
                 keys_lost(run.worker.model_runner.get_model(), run.worker._layer(name), cache).max()
             )
             for name, cache in run.worker.kv_eviction._caches.items()
         ]
-    return same[0] / (3 * total), same[1] / (3 * total), max(lost)
+    return same[0] / total, same[1] / total, max(lost)
 
 
 def test_a_large_bias_of_keys_costs_nothing(slow):
-    same, near, lost = agreement(slow, centred_oracle(slow), NEAR)
+    same, near, lost = agreement(slow, centred_oracle(slow))
     assert same == 1.0
-    assert near > 0.8 and lost < MOST_LOST
+    assert near > 0.5 and lost < MOST_LOST
 
 
 def test_without_centres_the_bias_decides_about_the_levels(slow, monkeypatch):
@@ -85,9 +86,9 @@ def test_without_centres_the_bias_decides_about_the_levels(slow, monkeypatch):
     monkeypatch.setattr(
         "vllm_kvevict.worker.cpu.key_centres", lambda *of: torch.zeros_like(made(*of))
     )
-    same, near, lost = agreement(slow, MaskedModel(slow, stored=packed(5, 3)), NEAR)
+    same, near, lost = agreement(slow, MaskedModel(slow, stored=packed(5, 3)))
     assert same == 1.0
-    assert near < 0.6 and lost > MOST_LOST
+    assert near < 0.2 and lost > MOST_LOST
 
 
 def test_the_start_warns_of_a_bias_that_turns_fast(tmp_path, monkeypatch):

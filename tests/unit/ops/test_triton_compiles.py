@@ -38,7 +38,7 @@ FLOATS = dict(query="*bf16", cache="*bf16", out="*bf16", rings="*bf16", partial=
 FLOATS |= dict(dense="*bf16")
 FLOATS |= dict(weights="*fp32", sinks="*fp32", scale="fp32", softcap="fp32", value_scale="fp32")
 FLOATS |= dict(rotation_scale="fp32", factor="fp32")
-FLOATS |= dict(keys="*bf16", away="*fp32", centers="*i64")
+FLOATS |= dict(keys="*bf16", away="*fp32", centers="*i64", centres="*fp32")
 NUMBERS = (
     "num_sequences columns count head_tokens page_tokens indptr_layer lengths_layer pieces_layer "
     "programs query_token query_head out_token out_head stores_row table_row block_row window "
