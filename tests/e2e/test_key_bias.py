@@ -87,7 +87,7 @@ def test_without_centres_the_bias_decides_about_the_levels(slow, monkeypatch):
         "vllm_kvevict.worker.cpu.key_centres", lambda *of: torch.zeros_like(made(*of))
     )
     same, near, lost = agreement(slow, MaskedModel(slow, stored=packed(5, 3)))
-    assert same == 1.0
+    assert same > 0.9
     assert near < 0.2 and lost > MOST_LOST
 
 

@@ -181,7 +181,9 @@ def _attend_kernel(
             sink = tl.load(sinks + own_head, mask=group < GROUP, other=0.0)
         if KEY_BITS > 0:
             signs = load_columns(rotation, DIM, DIM_PAD)
-            centre = tl.load(centres + head * DIM + dim, mask=dim < DIM, other=0.0)
+            # For every row, because a conversion of one row would wait for it.
+            centre_at = (head * DIM + dim)[None, :] + 0 * group[:, None]
+            centre = tl.load(centres + centre_at, mask=queries_used, other=0.0)
         query_at = token.to(tl.int64) * query_token + own_head[:, None] * query_head + dim[None, :]
         q = tl.load(query + query_at, mask=queries_used, other=0.0)
         if FP8:

@@ -114,7 +114,7 @@ def attend_stored(
         rotation: See :class:`~.packed.PackedStores`.
         signs: [DIM_PAD] of :func:`~.packed.load_columns`.
         rotation_scale: The scale of the rotation.
-        centre: [DIM_PAD] float32, without which keys are stored; 0 beyond DIM.
+        centre: [GROUP_PAD, DIM_PAD] float32, without which keys are stored, in each row.
         own_stores: Blocks of the request's store.
         first_page: Page of the store at which the head begins.
         begin: First key.
@@ -140,10 +140,12 @@ def attend_stored(
     queries, starts = _rotate_query(q, signs, rotation_scale, START, KEY_BITS, GROUPS, SPREAD, DIM)
     factor = scale * unit(START, KEY_BITS, 0, TYPE)
     # The product with the centre is the same for all stored tokens.
-    constant = tl.sum(q.to(tl.float32) * centre[None, :], 1)[:, None] * scale
+    constant = tl.sum(q.to(tl.float32) * centre, 1) * scale
     if not SOFTCAP:
         factor = factor * LOG2E
+        # Relative to it, so that no tile adds it.
         constant = constant * LOG2E
+        best = best - constant
     sums = ()
     for _ in tl.static_range(2 * GROUPS):
         sums = appended(sums, tl.zeros([ROWS, SPREAD // 2], tl.float32))
@@ -176,7 +178,10 @@ def attend_stored(
             for part in tl.static_range(2 * group * KEY_FIELDS, 2 * (group + 1) * KEY_FIELDS):
                 found = tl.dot(queries[part], tl.trans(keys[part]), found, input_precision="ieee")
             logits += found * load_scales(scales, token, used, group, GROUPS)[None, :]
-        logits = base_2(logits * factor + constant, used, softcap, SOFTCAP, LOG2E)
+        logits = logits * factor
+        if SOFTCAP:
+            logits = logits + constant[:, None]
+        logits = base_2(logits, used, softcap, SOFTCAP, LOG2E)
         new_best = tl.maximum(best, tl.max(logits, 1))
         share = tl.exp2(logits - new_best[:, None])
         decay = tl.exp2(best - new_best)[:, None]
@@ -226,4 +231,6 @@ def attend_stored(
     back = _rotate_sums_back(
         sums, weight, VALUE_UNIT, rotation, rotation_scale, TYPE, GROUPS, SPREAD, DIM, DIM_PAD
     )
+    if not SOFTCAP:
+        best = best + constant
     return best, weight, back
