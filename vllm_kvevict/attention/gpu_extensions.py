@@ -78,7 +78,7 @@ def extend_attention(
     stored_pages = (indptr.diff(dim=1) * is_evicted[:, None]).flatten()
     sinks = None if cache.sinks is None else cache.sinks.float().contiguous()
     first = 0
-    for part, pages in _parts(kv_cache, step, buffers, index):
+    for part, pages in _parts(kv_cache, cache, step, buffers, index):
         sequences = slice(first, first + len(part.query_start_loc) - 1)
         first = sequences.stop
         batch = Sequences(
@@ -106,10 +106,11 @@ def extend_attention(
 
 
 def _parts(
-    kv_cache: torch.Tensor, step: Extend, buffers: GroupBuffers, layer: int
+    kv_cache: torch.Tensor, cache: LayerCache, step: Extend, buffers: GroupBuffers, layer: int
 ) -> Iterator[tuple[Extend, torch.Tensor]]:
     """Yield the requests with pages of plain tokens: those of the cache, or unpacked ones."""
     if buffers.scratch.packed is None:
         yield step, kv_cache
     else:
-        yield from unpacked(kv_cache, step, buffers, layer)
+        assert cache.centres is not None
+        yield from unpacked(kv_cache, cache.centres, step, buffers, layer)

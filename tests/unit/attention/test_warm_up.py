@@ -92,8 +92,9 @@ def warm(
     ]  # fmt: skip
     backend.builder.binding.extensions = list(extensions)
     backend.builder.binding.cache = lambda name: LayerCache(
-        batch.cache.flatten(0, 1).flatten(1), interleaved(16, 32), 0.3, 0.0, sinks=sinks
-    )
+        batch.cache.flatten(0, 1).flatten(1), interleaved(16, 32), 0.3, 0.0, sinks=sinks,
+        centres=batch.centres,
+    )  # fmt: skip
     warm_up(layers, backend.builder.binding, backend.builder.buffers, batch.cache.dtype)
     return backend, batch
 
