@@ -440,8 +440,8 @@ class EvictionCore:
     def _next_is_cached(self, count: int) -> bool:
         """Return True if one of the next ``count`` blocks that the pool hands out is cached.
 
-        The pool hands out blocks that were never used in the order of their ids, and before all that
-        are cached. While the last ``count`` ids are such, none of them is looked at.
+        The pool hands out blocks that were never used in the order of their ids, and before all
+        that are cached. While the last ``count`` ids are such, none of them is looked at.
         """
         blocks, first = self.cache.block_pool.blocks, -max(2, count)
         if not blocks[first].block_hash and blocks[first].next_free_block is blocks[first + 1]:
