@@ -127,6 +127,7 @@ HOOKS = {
             CacheConfig.sliding_window CacheConfig.block_size CacheConfig.kv_sharing_fast_prefill
             CacheConfig.user_specified_block_size CacheConfig.prefix_match_unit
             CacheConfig.kv_cache_dtype_skip_layers VllmConfig.aux_output_config
+            ModelConfig.multimodal_config MultiModalConfig.video_pruning_rate
             VllmConfig.speculative_config
             VllmConfig.kv_transfer_config VllmConfig.ec_transfer_config VllmConfig.diffusion_config
             VllmConfig.attention_config ParallelConfig.decode_context_parallel_size
@@ -137,7 +138,9 @@ HOOKS = {
             SchedulerConfig.disable_hybrid_kv_cache_manager
         """,
         "vllm.config.aux_output": "AuxOutputConfig.enabled",
-        "vllm.config.speculative": "SpeculativeMethod",
+        "vllm.config.speculative": """
+            SpeculativeConfig.uses_dynamic_speculative_decoding SpeculativeMethod
+        """,
         "vllm.envs": "VLLM_KV_CACHE_LAYOUT",
     },
     "serving/profile.py": {"vllm.envs": "VLLM_CACHE_ROOT"},
@@ -148,7 +151,7 @@ HOOKS = {
             SpeculativeConfig.kv_cache_dtype SpeculativeConfig.parallel_drafting
             SpeculativeConfig.use_gemma4_mtp SpeculativeConfig.use_step3p5_mtp
             SpeculativeConfig.use_multi_module_mtp
-            SpeculativeConfig.uses_dynamic_speculative_decoding VllmConfig.use_v2_model_runner
+            VllmConfig.use_v2_model_runner
             ModelConfig.get_num_kv_heads(parallel_config) ModelConfig.is_multimodal_model
             ParallelConfig.world_size_across_dp
         """,

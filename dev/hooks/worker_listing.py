@@ -11,12 +11,11 @@ WORKER_HOOKS = {
             Worker.get_kv_cache_spec Worker.determine_available_memory
             Worker.initialize_from_config(kv_cache_config) Worker.execute_model(scheduler_output)
             Worker.sample_tokens Worker.model_runner Worker.use_v2_model_runner
-            Worker.reload_weights Worker.update_weights(update_info) Worker.start_weight_update()
-            Worker.sleep(level) Worker.wake_up(tags)
+            Worker.sleep(level) Worker.wake_up(tags) Worker.discard(tags)
+            Worker._maybe_get_memory_pool_context(tag)
         """,
         "vllm.v1.worker.gpu_model_runner": """
-            GPUModelRunner.reload_weights GPUModelRunner.attn_groups GPUModelRunner.get_model
-            GPUModelRunner.drafter
+            GPUModelRunner.attn_groups GPUModelRunner.get_model GPUModelRunner.drafter
         """,
         "vllm.v1.spec_decode.llm_base_proposer": """
             SpecDecodeBaseProposer.draft_attn_groups
@@ -41,7 +40,17 @@ WORKER_HOOKS = {
             KVCacheConfig.num_blocks
         """,
         "vllm.model_executor.models.utils": "extract_layer_index",
-        "vllm.utils.gpu_sync_debug": "with_gpu_sync_check gpu_sync_allowed",
+        "vllm.utils.gpu_sync_debug": "with_gpu_sync_check",
+    },
+    "worker/weights.py": {
+        "vllm.v1.worker.gpu_worker": """
+            Worker.reload_weights Worker.update_weights(update_info) Worker.start_weight_update()
+            Worker.reset_weights() Worker.model_runner
+        """,
+        "vllm.v1.worker.gpu_model_runner": """
+            GPUModelRunner.reload_weights GPUModelRunner.get_model
+        """,
+        "vllm.utils.gpu_sync_debug": "gpu_sync_allowed",
     },
     "worker/settle.py": {
         "vllm.distributed.kv_transfer": "get_kv_transfer_group",

@@ -50,6 +50,11 @@ def by_extension(llm, folder):
     assert llm.collective_rpc("trainer_loads", args=(str(folder),)) == ["EvictingCPUWorker"]
 
 
+def by_zeroing(llm, folder):
+    """``POST /weight_checker`` with ``reset``."""
+    llm.collective_rpc("reset_weights")
+
+
 def by_load_weights(llm, folder):
     llm.collective_rpc("trainer_loads_embeddings", args=(str(folder),))
 
@@ -322,7 +327,7 @@ def test_pauses_of_a_server_engine(tiny_model, trained):
     asyncio.run(asyncio.wait_for(all_modes(), 240))
 
 
-@pytest.mark.parametrize("update", [by_extension, nightly(by_reload)])
+@pytest.mark.parametrize("update", [by_extension, by_zeroing, nightly(by_reload)])
 def test_no_file_holds_a_store_of_weights_that_the_folder_does_not_know(
     tiny_model, trained, tmp_path, update
 ):

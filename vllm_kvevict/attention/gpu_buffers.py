@@ -45,20 +45,22 @@ class GroupBuffers:
         def numbers(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        self._rows_and_slots = torch.full_like(numbers(2, requests), -1)
-        self._ones = torch.ones_like(numbers(requests))
-        self._count = torch.arange(sequences + 1, dtype=torch.int32, device=device)
+        self._rows_and_slots = numbers(2, requests)
+        self._ones = numbers(requests)
+        self._count = numbers(sequences + 1)
         self.lengths = numbers(layers, sequences)
         self.slices = Slices.room(
             layers, sequences if scratch.programs else 0, scratch.programs, device
         )
+        self.reset()
         if scratch.optional is not None:
             scratch.optional.load()
 
-    @property
-    def constants(self) -> tuple[torch.Tensor, ...]:
-        """The buffers that no step rewrites."""
-        return self._ones, self._count
+    def reset(self) -> None:
+        """Write the numbers that no step rewrites, whatever the memory holds."""
+        self._rows_and_slots.fill_(-1)
+        self._ones.fill_(1)
+        torch.arange(len(self._count), out=self._count)
 
     @property
     def num_bytes(self) -> int:

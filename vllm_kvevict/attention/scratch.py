@@ -75,6 +75,13 @@ class Scratch:
         pages = blocks_for(shape.max_model_len, shape.block_size)
         self.table = torch.zeros(rows, pages, dtype=torch.int32, device=device)
 
+    def reset(self) -> None:
+        """Write what kernels expect before their first launch, whatever the memory holds."""
+        self.table.zero_()
+        self.partials.arrived.zero_()
+        if self.packed is not None:
+            self.packed.reset()
+
     @property
     def num_bytes(self) -> int:
         table = self.table.numel() * self.table.element_size()

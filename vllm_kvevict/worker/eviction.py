@@ -1,6 +1,6 @@
 """Eviction on a worker: follows the scheduler's plan and moves the surviving tokens."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -135,13 +135,6 @@ class WorkerEviction:
         random = any(policy.requirements.random for policy in policies.values())
         self._prompts = PromptDigests() if random else None
         self._reader = CandidateReader(caches, rings, token_stats, self._prompts, probes, rows)
-
-    def probe_weights(self) -> Iterator[torch.Tensor]:
-        """Yield the weights of the probes on the device, of PyTorch operations and of kernels."""
-        if self._probes is not None:
-            yield from self._probes.tensors()
-        if self._fused is not None:
-            yield from self._fused.tensors()
 
     def warm_up(self) -> None:
         """Load the kernels of evictions, before there is a request."""

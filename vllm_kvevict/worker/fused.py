@@ -139,12 +139,6 @@ class FusedEvictions:
             for id_, state in states.items()
         }
 
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the weights of the probes on the device."""
-        for group in self._groups.values():
-            for probes in group.probes.values():
-                yield from probes.tensors()
-
     def takes(self, policy: str) -> bool:
         """Return True if the kernels compute a policy's scores."""
         scorer, groups = self._policies[policy].scorer, self._groups.values()

@@ -1,6 +1,6 @@
 """The model's probes of one group's layers, as the CUDA operations read them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -84,12 +84,6 @@ class GroupProbes:
             any(one.interleaved for one in modules),
             networks,
         )
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the weights on the device; tables of cosines are the model's."""
-        yield from (self.weights, self.window)
-        if self.networks is not None:
-            yield from (self.networks.weights, self.networks.shares)
 
     def part(self, layers: slice) -> "GroupProbes":
         """The probes of some layers."""

@@ -1,6 +1,5 @@
 """vLLM's CUDA worker with eviction."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -146,7 +145,7 @@ class EvictingWorker(EvictionWorkerMixin):
             return None
         longest, workspace = self.model_config.max_model_len, self._allocate_workspace()
         served = policies, states, caches, self._rings, token_stats
-        with self._like_the_cache():
+        with self._like_the_runtime():
             fused = FusedEvictions(*served, longest, probes, workspace.num_bytes)
         taken = list(filter(fused.takes, policies))
         logger.info(
@@ -195,14 +194,12 @@ class EvictingWorker(EvictionWorkerMixin):
                 self._scratch = Scratch(self._kernel(), shape, self.device, stored)
         return self._scratch
 
-    def _outlives_sleep(self) -> Iterator[torch.Tensor]:
-        yield from super()._outlives_sleep()
+    def _reset(self) -> None:
+        super()._reset()
         assert self._scratch is not None
-        yield self._scratch.partials.arrived
-        if self._scratch.packed is not None:
-            yield self._scratch.packed.rotation
+        self._scratch.reset()
         for buffers in self._buffers:
-            yield from buffers.constants
+            buffers.reset()
 
     def _bind(self, worker: WorkerEviction) -> None:
         super()._bind(worker)

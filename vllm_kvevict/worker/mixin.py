@@ -1,9 +1,7 @@
 """vLLM's workers with eviction around ``execute_model``."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from hashlib import sha256
 from typing import Any
 
 import torch
@@ -11,11 +9,10 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.utils.gpu_sync_debug import gpu_sync_allowed, with_gpu_sync_check
+from vllm.utils.gpu_sync_debug import with_gpu_sync_check
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
-from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_kvevict.attention.binding import GroupBinding
 from vllm_kvevict.cache.layer_cache import LayerCache
@@ -35,7 +32,6 @@ from vllm_kvevict.policies.requirements import floats_per_token, policy_requirem
 from vllm_kvevict.stores.content import StoreContent, WindowGroup
 from vllm_kvevict.stores.fingerprint import store_files
 from vllm_kvevict.stores.host import HostStores
-from vllm_kvevict.stores.weights import weights_in_memory
 from vllm_kvevict.worker.checks import check_layer, check_specs
 from vllm_kvevict.worker.comparison import Comparison
 from vllm_kvevict.worker.eviction import WorkerEviction
@@ -45,16 +41,16 @@ from vllm_kvevict.worker.head_shares import by_group
 from vllm_kvevict.worker.load_fence import LoadFence
 from vllm_kvevict.worker.meter import attach
 from vllm_kvevict.worker.probes import LayerProbe, Probes
-from vllm_kvevict.worker.ranks import first_head, of_ranks, on_all_ranks
+from vllm_kvevict.worker.ranks import first_head, on_all_ranks
 from vllm_kvevict.worker.rotary import Rotary, find
 from vllm_kvevict.worker.runners import RowsV1, RowsV2, RunnerRows
-from vllm_kvevict.worker.sleep import HostCopies
+from vllm_kvevict.worker.weights import WeightsMixin
 from vllm_kvevict.worker.workspace import Workspace
 
 logger = init_logger("vllm.kv_eviction.worker")
 
 
-class EvictionWorkerMixin(Worker, ABC):
+class EvictionWorkerMixin(WeightsMixin, ABC):
     """Makes full-attention layers evictable, binds the backend and runs the evictions.
 
     A subclass registers its platform's attention backend and returns the layout of its cache.
@@ -68,7 +64,7 @@ class EvictionWorkerMixin(Worker, ABC):
         self.kv_eviction: WorkerEviction | None = None
         self._rings: ObservationRings | None = None
         self._workspace: Workspace | None = None
-        self._asleep: HostCopies | None = None
+        self._cache_is_lost = False
         self._failed_loads: FailedLoads | None = None
         register_spec()
         self._register_backend()
@@ -165,37 +161,54 @@ class EvictionWorkerMixin(Worker, ABC):
     def _like_the_cache(self) -> AbstractContextManager[None]:
         """Return a context in which memory is allocated as the KV cache is.
 
-        Sleep mode frees this memory, and its content is undefined after :meth:`wake_up`.
+        Sleep mode and :meth:`discard` free this memory, and its content is undefined after
+        :meth:`wake_up`, which calls :meth:`_reset`.
         """
         return self._maybe_get_memory_pool_context("kv_cache")
 
-    def _outlives_sleep(self) -> Iterator[torch.Tensor]:
-        """Yield what is allocated as the KV cache is and has content of the model or of none."""
-        assert self.kv_eviction is not None
-        yield from self.kv_eviction.probe_weights()
+    def _like_the_runtime(self) -> AbstractContextManager[None]:
+        """Return a context in which memory is allocated whose content vLLM preserves.
+
+        Sleep mode copies it to the host, every :meth:`wake_up` copies it back, and
+        :meth:`discard` leaves it alone.
+        """
+        return self._maybe_get_memory_pool_context("runtime")
 
     def sleep(self, level: int = 1) -> None:
         """Sleep; the workspace of evictions and stores in host memory are freed as well."""
-        if self.kv_eviction is not None and self._asleep is None:
-            self._asleep = HostCopies(self._outlives_sleep())
-            if self._workspace is not None:
-                self._workspace.release()
-            self.kv_eviction.stores.clear()
+        self._lose_cache()
         super().sleep(level)
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        """Free memory without preserving it; with the KV cache also the workspace of evictions and
+        stores in host memory."""
+        if "kv_cache" in tags:
+            self._lose_cache()
+        super().discard(tags)
+
+    def _lose_cache(self) -> None:
+        self._cache_is_lost = True
+        if self._workspace is not None:
+            self._workspace.release()
+        if self.kv_eviction is not None:
+            self.kv_eviction.stores.clear()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Wake up; no request and no published store outlives the KV cache."""
         super().wake_up(tags)
-        if self.kv_eviction is not None and (tags is None or "kv_cache" in tags):
-            if self._asleep is not None:
-                self._asleep.restore()
-                self._asleep = None
+        if self._cache_is_lost and (tags is None or "kv_cache" in tags):
+            self._cache_is_lost = False
             if self._workspace is not None:
                 self._workspace.renew()
-            for state in self.kv_eviction.states.values():
-                state.reset()
-            if self._rings is not None:
-                self._rings.reset()
+            self._reset()
+
+    def _reset(self) -> None:
+        """Write what evictions expect to memory that was allocated as the KV cache is."""
+        assert self.kv_eviction is not None
+        for state in self.kv_eviction.states.values():
+            state.reset()
+        if self._rings is not None:
+            self._rings.reset()
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
@@ -231,7 +244,7 @@ class EvictionWorkerMixin(Worker, ABC):
         channels = floats_per_token(self.eviction_config)
         with self._like_the_cache():
             token_stats = TokenStats(caches, heads, channels) if channels else None
-        with self._like_the_cache():
+        with self._like_the_runtime():
             probes = self._probes(states, caches, token_stats)
         rows = self._rows(states)
         # It may extend the workspace, which has a pool of its own.
@@ -309,44 +322,6 @@ class EvictionWorkerMixin(Worker, ABC):
                 for name in group.layer_names:
                     caches[name] = self._layer_cache(self._layer(name), spec)
         return windows, caches
-
-    def _weights(self) -> str:
-        """Return the checksum of the weights of all ranks; every rank must call it."""
-        with gpu_sync_allowed():
-            digest = bytearray.fromhex(weights_in_memory(self.model_runner.get_model()))
-            digests = of_ranks(torch.frombuffer(digest, dtype=torch.uint8).to(self.device))
-            return sha256(digests.cpu().numpy().tobytes()).hexdigest()
-
-    def _watch_weights(self) -> None:
-        """Notice updates that call the model's ``load_weights``, as worker extensions of trainers
-        do."""
-        model = self.model_runner.get_model()
-        load = getattr(model, "load_weights", None)
-        if load is None:
-            return
-
-        def load_weights(*args: Any, **kwargs: Any) -> Any:
-            self._weights_change()
-            return load(*args, **kwargs)
-
-        setattr(model, "load_weights", load_weights)  # noqa: B010
-
-    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        self._weights_change()
-        super().reload_weights(*args, **kwargs)
-
-    def start_weight_update(self) -> None:
-        self._weights_change()
-        super().start_weight_update()
-
-    def update_weights(self, *args: Any, **kwargs: Any) -> None:
-        self._weights_change()
-        super().update_weights(*args, **kwargs)
-
-    def _weights_change(self) -> None:
-        """Keep stores computed with other weights out of the files that other servers read."""
-        if self.kv_eviction is not None and self.kv_eviction.stores.tiers is not None:
-            self.kv_eviction.stores.tiers.weights_change()
 
     def shutdown(self) -> None:
         """Write the pending stores to files, and shut down."""

@@ -1,6 +1,6 @@
 """The model's probes on this rank: scores of keys, made once for each token."""
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -60,14 +60,6 @@ class LayerProbe:
         both = torch.cat([self.weights, weight * prose.weights], dim=1)
         window = self.window + weight * prose.window
         return replace(self, weights=both, age=weight * prose.age, window=window, prose=None)
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the weights on the device."""
-        yield from (self.weights, self.window)
-        if self.age is not None:
-            yield self.age
-        if self.network is not None:
-            yield from vars(self.network).values()
 
     def part(self, heads: slice) -> "LayerProbe":
         """Return the probes of some heads, as views."""
@@ -169,12 +161,6 @@ class Probes:
         self._buffers = Buffers()
         self.channels = first.weights.shape[1]
         self.has_networks = first.network is not None
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the weights of all layers on the device."""
-        for layers in self.by_weight.values():
-            for layer in layers.values():
-                yield from layer.tensors()
 
     def weight(self, eviction: Eviction) -> float:
         """Return the weight of prose in an eviction."""

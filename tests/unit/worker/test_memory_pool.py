@@ -1,21 +1,21 @@
-"""What sleep mode frees is allocated in vLLM's memory pool of the KV cache."""
+"""What sleep mode frees is allocated in vLLM's memory pools."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.gpu_worker import Worker
 
 from benchmarks.gpu.dummy_profile import random_probes
+from tests.pretend_allocator import Allocator
+from tests.tensors import tensors_of
+from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.spec import EvictableAttentionSpec
+from vllm_kvevict.cache.token_stats import TokenStats
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.profile import ModelIdentity, Profile
 from vllm_kvevict.ops.cuda import extension
@@ -29,41 +29,11 @@ DEVICE = torch.device("meta")
 """No host memory is taken for one of it, and whatever comes to it is allocated there."""
 
 
-class Pool(TorchDispatchMode):
-    """Stands for vLLM's pool: notes the memory that is allocated while it is entered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        # Held, as another one may not get its address.
-        self._inside: dict[int, torch.UntypedStorage] = {}
-
-    @contextmanager
-    def entered(self, tag: str) -> Iterator[None]:
-        assert tag == "kv_cache"
-        with self:
-            yield
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        given = memory_of(args, kwargs)
-        self._inside |= {at: one for at, one in memory_of(found).items() if at not in given}
-        return found
-
-    def __contains__(self, tensor: torch.Tensor) -> bool:
-        assert tensor.device == DEVICE and tensor.numel()
-        return tensor.untyped_storage()._cdata in self._inside
-
-
-def memory_of(*values: Any) -> dict[int, torch.UntypedStorage]:
-    tensors = [one for one in tree_leaves(values) if isinstance(one, torch.Tensor)]
-    return {one.untyped_storage()._cdata: one.untyped_storage() for one in tensors}
-
-
 @pytest.fixture
 def pool(monkeypatch):
-    made = Pool()
+    made = Allocator()
     monkeypatch.setattr(
-        Worker, "_maybe_get_memory_pool_context", lambda worker, tag: made.entered(tag)
+        Worker, "_maybe_get_memory_pool_context", lambda worker, tag: made.use_memory_pool(tag)
     )
     return made
 
@@ -107,7 +77,7 @@ def started(build, pool, profile, monkeypatch) -> EvictingWorker:
         policy="ada-probe", budget=96, profile=profile, options=options
     )
     found.compilation_config.static_forward_context = {name: layer() for name in NAMES}
-    found._rings = found._workspace = found._asleep = found.kv_eviction = None
+    found._rings = found._workspace = found.kv_eviction = None
     full = FullAttentionSpec(
         block_size=BLOCK, num_kv_heads=HEADS, head_size=SIZE, dtype=torch.bfloat16
     )
@@ -124,22 +94,16 @@ def started(build, pool, profile, monkeypatch) -> EvictingWorker:
     return found
 
 
-def test_what_sleep_mode_frees_is_in_its_pool(started, pool):
-    """Each of these is as large as the model or the batch makes it."""
-    scratch, (buffers,), eviction = started._scratch, started._buffers, started.kv_eviction
-    weights = list(eviction.probe_weights())
-    assert eviction._fused is not None and len(weights) > 4 * LAYERS
+def test_what_sleep_mode_frees_is_in_its_pools(started, pool):
+    """Probes are read from a file, so vLLM preserves them; all else is written again."""
+    scratch, buffers, eviction = started._scratch, started._buffers, started.kv_eviction
+    probes = [*tensors_of(eviction._probes, but=(LayerCache, TokenStats))]
+    probes += tensors_of([g.probes for g in eviction._fused._groups.values()])
     (state,) = eviction.states.values()
-    allocated = {
-        "rings": [started._rings.layer(name) for name in NAMES],
-        "tables": [state.stores, state.head_indptr, state.tail_start],
-        "floats of cached tokens": [eviction.token_stats.layer(name) for name in NAMES],
-        "probes": weights,
-        "scratch": [scratch.table, *vars(scratch.partials).values()],
-        "buffers": [buffers.lengths, buffers.slices.pieces, *buffers.constants],
-    }
-    outside = [
-        name for name, tensors in allocated.items() if not all(one in pool for one in tensors)
-    ]
-    assert not outside
-    assert started._layer(NAMES[0]).kv_cache not in pool, "it was made before"
+    again = [started._rings, state, eviction.token_stats, scratch, buffers]
+    written = [one for one in tensors_of(again) if one.device == DEVICE and one.numel()]
+    weights = [one for one in probes if one.device == DEVICE and one.numel()]
+    assert len(weights) > 4 * LAYERS and len(written) > 12
+    assert {pool.tag(one) for one in weights} == {"runtime"}
+    assert {pool.tag(one) for one in written} == {"kv_cache"}
+    assert pool.tag(started._layer(NAMES[0]).kv_cache) is None, "it was made before"

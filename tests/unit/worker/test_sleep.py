@@ -1,4 +1,4 @@
-"""What sleep mode frees comes back with the content that evictions need."""
+"""What sleep mode frees with the KV cache is written again."""
 
 from types import SimpleNamespace
 
@@ -6,19 +6,12 @@ import pytest
 import torch
 from vllm.v1.worker.gpu_worker import Worker
 
-from tests.kernels.evict import (
-    BLOCK,
-    HEADS,
-    ROWS,
-    SIZE,
-    assert_same,
-    run,
-    steps,
-    worker,
-)
+from tests.kernels.evict import BLOCK, HEADS, ROWS, SIZE, worker
 from tests.pretend_gpu import pretended
+from tests.tensors import tensors_of
 from vllm_kvevict.attention.gpu_buffers import GroupBuffers
 from vllm_kvevict.attention.scratch import Scratch, Shape
+from vllm_kvevict.cache.state import GroupState
 from vllm_kvevict.worker import workspace as sizing
 from vllm_kvevict.worker.gpu import EvictingWorker
 from vllm_kvevict.worker.workspace import Workspace
@@ -31,6 +24,7 @@ def asleep(monkeypatch):
     """Calls of vLLM's worker, which frees and overwrites nothing."""
     calls = []
     monkeypatch.setattr(Worker, "sleep", lambda self, level: calls.append(("sleep", level)))
+    monkeypatch.setattr(Worker, "discard", lambda self, tags: calls.append(("discard", tags)))
     monkeypatch.setattr(Worker, "wake_up", lambda self, tags: calls.append(("wake", tags)))
     return calls
 
@@ -41,45 +35,42 @@ def engine_worker(made) -> EvictingWorker:
     state = made.states[0]
     found._scratch = Scratch("triton", Shape(HEADS, 2, SIZE, BLOCK, ROWS, 512), torch.device("cpu"))
     found._buffers = [GroupBuffers(state, found._scratch, torch.device("cpu"))]
-    # What rings hold is lost, and here the evictions before and after read the same.
-    found._rings, found._asleep, found.kv_eviction = None, None, made
+    found._rings, found._cache_is_lost, found.kv_eviction = None, False, made
     found._workspace = Workspace(4096, torch.device("cpu"))
     return found
 
 
-def scribble(found: EvictingWorker) -> None:
-    """Overwrite what a GPU frees."""
-    tensors = [*found.kv_eviction.probe_weights(), *vars(found._scratch.partials).values()]
-    buffers = found._buffers[0]
-    tensors += [buffers.lengths, buffers.slices.pieces, *buffers.constants]
-    for tensor in tensors:
+LOSSES = {
+    "sleep": lambda found: found.sleep(2),
+    "release": lambda found: found.discard(("kv_cache",)),
+    "release, then sleep": lambda found: (found.discard(("kv_cache",)), found.sleep(1)),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_buffers_are_written_again(asleep, loss):
+    made = worker("ada-snapkv", fused=False)
+    found, fresh = engine_worker(made), engine_worker(made)
+    LOSSES[loss](found)
+    for tensor in tensors_of(found._scratch, found._buffers, but=GroupState):
         tensor.fill_(77)
-
-
-@pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("fused", [False, True], ids=["pytorch", "kernels"])
-def test_probes_and_buffers_outlive_a_sleep(fused, asleep):
-    options = dict(networks=True)
-    plain, made = (worker("ada-probe", fused=fused, **options) for _ in range(2))
-    for state in plain.states.values():
-        state.reset()
-    run(plain, steps("ada-probe"))
-    found = engine_worker(made)
-    count = found._buffers[0].constants[1].clone()
-    weights = [tensor.clone() for tensor in made.probe_weights()]
-    assert len(weights) > 4 and all(bool(tensor.any()) for tensor in weights)
-    found.sleep(2)
-    scribble(found)
     found.wake_up(["weights"])
-    assert bool((found._buffers[0].constants[1] == 77).all()), "its memory is not back yet"
+    assert bool((found._buffers[0]._count == 77).all()), "its memory is not back yet"
     found.wake_up(["kv_cache"])
-    assert asleep == [("sleep", 2), ("wake", ["weights"]), ("wake", ["kv_cache"])]
-    assert torch.equal(found._buffers[0].constants[1], count)
-    assert bool((found._buffers[0].constants[0] == 1).all())
-    assert not found._scratch.partials.arrived.any()
-    run(made, steps("ada-probe"))
-    assert made.evictions == plain.evictions > 0
-    assert_same(made, plain)
+    assert asleep[-2:] == [("wake", ["weights"]), ("wake", ["kv_cache"])]
+    for name in ("_rows_and_slots", "_ones", "_count"):
+        assert torch.equal(*(vars(one._buffers[0])[name] for one in (found, fresh)))
+    assert not found._scratch.partials.arrived.any() and not found._scratch.table.any()
+
+
+def test_nothing_is_reset_that_was_not_lost(asleep):
+    """As after ``collective_rpc("wake_up")``, or the loss of weights alone."""
+    found = engine_worker(worker("ada-snapkv", fused=False))
+    (state, *_) = found.kv_eviction.states.values()
+    state.tail_start.fill_(64)
+    found.discard(("weights",))
+    found.wake_up()
+    assert bool((state.tail_start == 64).all())
 
 
 def test_stores_in_host_memory_are_freed_while_the_engine_sleeps(asleep):

@@ -59,15 +59,16 @@ class PackedStores:
         cls, token_format: PackedFormat, head_size: int, block_size: int, device: torch.device
     ) -> "PackedStores":
         """Return the stores of pages that hold ``block_size`` other tokens."""
-        # On the CPU first: ``device`` may be ``meta``, on which nothing is computed.
-        negative = (signs(head_size) < 0) * NEGATIVE.value
-        rotation = torch.arange(head_size, dtype=torch.int32, device="cpu") | negative.int()
         return cls(
-            rotation.to(device),
+            _columns(head_size).to(device),
             (head_size & -head_size) ** -0.5,
             token_format,
             token_format.page_tokens(block_size),
         )
+
+    def reset(self) -> None:
+        """Write the rotation again, whatever the memory holds."""
+        self.rotation.copy_(_columns(len(self.rotation)))
 
     def constants(self, head_size: int) -> dict[str, int]:
         """Return the compile-time arguments of a kernel."""
@@ -83,6 +84,13 @@ class PackedStores:
             GROUPS=groups(head_size),
             SPREAD=_spread(head_size),
         )
+
+
+def _columns(head_size: int) -> torch.Tensor:
+    """Return :attr:`PackedStores.rotation` on the host."""
+    # A device may be ``meta``, on which nothing is computed.
+    negative = (signs(head_size) < 0) * NEGATIVE.value
+    return torch.arange(head_size, dtype=torch.int32, device="cpu") | negative.int()
 
 
 NOT_PACKED = dict(STORE_PAGE=1, STORE_TILES=1, STORE_LANES=1, KEY_BITS=0, VALUE_BITS=0, GROUPS=1)
