@@ -53,7 +53,6 @@ def _way(c: "VllmConfig", config: "EvictionConfig") -> bool:
         or draft.use_gemma4_mtp()
         or draft.use_step3p5_mtp()
         or draft.use_multi_module_mtp()
-        or draft.uses_dynamic_speculative_decoding()
     )
 
 
@@ -76,7 +75,7 @@ UNTRIED: tuple[tuple[str, Callable[["VllmConfig", "EvictionConfig"], Any]], ...]
     ("in models with layers that do not evict", _beside),
     ("with another number or size of heads than the model", _shape),
     ("with --kv-cache-dtype fp8", _cache),
-    ("in parallel, by several modules or in varying number", _way),
+    ("in parallel or by several modules", _way),
     (
         "with --kv-eviction-profile, pyramidkv or ada-pyramid",
         lambda _, e: e.has_groups or e.profile is not None,

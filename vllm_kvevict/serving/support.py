@@ -152,6 +152,13 @@ REFUSALS = (
         lambda c: c.model_config.is_mm_prefix_lm,
     ),
     Refusal(
+        "--video-pruning-rate",
+        "the tokens of a video would get other positions while its prompt is computed, which has "
+        "not been tried",
+        "remove the flag",
+        lambda c: (media := c.model_config.multimodal_config) and media.video_pruning_rate,
+    ),
+    Refusal(
         "bidirectional attention",
         "scores assume that a token sees only what comes before it",
         WITHOUT,
@@ -192,6 +199,15 @@ REFUSALS = (
         "it has not been tried with it",
         "remove --speculative-config or set --pipeline-parallel-size to 1",
         lambda c: c.speculative_config is not None and c.parallel_config.pipeline_parallel_size > 1,
+    ),
+    Refusal(
+        "speculative decoding with drafts in varying number",
+        "it has not been tried with it",
+        "remove num_speculative_tokens_per_batch_size from --speculative-config",
+        lambda c: (
+            c.speculative_config is not None
+            and c.speculative_config.uses_dynamic_speculative_decoding()
+        ),
     ),
     Refusal(
         "encoder-cache connectors",

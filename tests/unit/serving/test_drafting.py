@@ -91,7 +91,6 @@ def test_refuses_settings(served: Any, settings: dict[str, Any], what: str) -> N
         ("cache_config.cache_dtype", "fp8_e4m3", "--kv-cache-dtype fp8"),
         ("speculative_config.kv_cache_dtype", "fp8", "--kv-cache-dtype fp8"),
         ("speculative_config.parallel_drafting", True, "in parallel"),
-        ("speculative_config.num_speculative_tokens_per_batch_size", [(1, 2)], "varying number"),
         (
             "model_config.hf_text_config.num_kv_shared_layers",
             1,

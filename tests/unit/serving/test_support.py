@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import MultiModalConfig
 
 from tests.unit.serving.configurations import NGRAM, Build, assert_sentence, build, refusal
 from tests.versions import MEDUSA, installed
@@ -117,6 +118,11 @@ def _ec_connector() -> dict[str, Any]:
             dict(speculative_config=dict(NGRAM, method="ngram_gpu")),
             "this method of speculative decoding",
             "set the method of --speculative-config to one of ngram, ",
+        ),
+        (
+            dict(speculative_config=dict(NGRAM, num_speculative_tokens_per_batch_size=[(1, 8, 2)])),
+            "speculative decoding with drafts in varying number",
+            "remove num_speculative_tokens_per_batch_size",
         ),
         (_ec_connector, "encoder-cache connectors", "remove --ec-transfer-config"),
         (
@@ -274,6 +280,7 @@ def test_refuses_extensions_of_attention_that_do_not_run_on_a_gpu(
         ("parallel_config.enable_fault_tolerance", True, "engine recovery"),
         ("parallel_config.prefill_context_parallel_size", 2, "context parallelism"),
         ("cache_config.cache_dtype", "bfloat16", "this type of KV cache"),
+        ("model_config.multimodal_config", "video", "--video-pruning-rate"),
         # vLLM takes it for mixtures of experts under Model Runner V2 alone.
         ("aux_output_config.enable_return_routed_experts", True, "--enable-return-routed-experts"),
     ],
@@ -288,6 +295,8 @@ def test_refuses_setting(build: Build, path: str, value: Any, what: str) -> None
         from vllm.config.attention import HiSparseConfig
 
         value = HiSparseConfig()
+    if value == "video":
+        value = MultiModalConfig(video_pruning_rate=0.5)
     assert hasattr(owner, name) or name == "is_causal"
     object.__setattr__(owner, name, value)
     with pytest.raises(ValueError) as caught:
