@@ -274,7 +274,7 @@ class Demo:
             "--kv-cache-memory-bytes", str(blocks(2) * block_bytes(self.model, self.dtype)),
             *self.eviction,
         ]  # fmt: skip
-        print("\nDrawing which words were kept, half a minute", flush=True)
+        print("\nDrawing which words were kept, about a minute", flush=True)
         done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
         if done.returncode:
             print(f"no page: {done.stderr.strip()[-300:]}", file=sys.stderr)
