@@ -58,7 +58,7 @@ def drawn(
         dense = torch.empty(count * heads, shape[1] * size, 2 * dim, dtype=dtype, device=device)
         unpack_tokens(
             batch.rows, places, batch.tail_start, batch.stores, batch.head_indptr[layer],
-            batch.block_table, lengths, batch.cache, packed, dense,
+            batch.block_table, lengths, batch.cache, packed, batch.centres, dense,
         )  # fmt: skip
         pages = dense
         table = torch.arange(count * heads * shape[1], dtype=torch.int32, device=device)
