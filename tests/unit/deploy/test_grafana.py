@@ -26,6 +26,7 @@ from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats, SchedulerStats
 
 from benchmarks.server import free_port
+from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.metrics import prometheus
 from vllm_kvevict.metrics.report import STATS_KEY, Report
 from vllm_kvevict.tools.measure.loss import loss_of
@@ -227,6 +228,29 @@ def test_the_operator_gets_the_same_rules_with_its_own_objectives(seconds):
         text = text.replace(f"than {old} seconds", f"than {new} seconds")
     text = text.replace("https://runbooks.example.com/vllm-kvevict", "https://w.org/k")
     assert made["spec"] == yaml.safe_load(text)
+
+
+NOT_COMPARED = {
+    "allow": "It decides which keys are refused.",
+    "max_budget": "It decides which keys are refused.",
+    "attention": "Both kernels compute the same up to rounding.",
+    "kernels": "Both kernels compute the same up to rounding.",
+    "audit": "It measures evictions.",
+    "calibrate_seconds": "The profile that results is compared.",
+    "ring_memory": "It decides how many requests evict in one step, as the load does.",
+    "store_memory": "It limits memory.",
+    "store_path": "Replicas may have one folder at different places.",
+}
+"""Settings of which replicas may differ and answer the same, with the reason."""
+
+
+def test_replicas_are_compared_by_all_that_changes_answers():
+    (rule,) = (rule for rule in RULES if rule["alert"] == "KvEvictionSettingsDiffer")
+    (labels,) = re.findall(r"group by \(([^()]*)\)", rule["expr"])
+    compared = {label.strip() for label in labels.split(",")}
+    known = prometheus.info(EvictionConfig(policy="ada-snapkv"), 16).keys()
+    assert compared - {"model_name"} == known - NOT_COMPARED.keys()
+    assert NOT_COMPARED.keys() <= known
 
 
 class Metrics(BaseHTTPRequestHandler):

@@ -121,6 +121,39 @@ def test_the_target_of_replicas_follows_from_the_plan(tmp_path, capsys):
     assert planned["model"]["max_model_len"] == engine["max_model_len"]
     target = model["deployment_config"]["autoscaling_config"]["target_ongoing_requests"]
     assert target == int(0.75 * planned["with_eviction"]["sequences"])
+    # vLLM would take up to 1,024, of which most would be preempted.
+    assert target < engine["max_num_seqs"] <= planned["with_eviction"]["sequences"]
+    helm = settings(DEPLOY / "helm" / "values.yaml")["servingEngineSpec"]["modelSpec"][0]
+    words = helm["vllmConfig"]["extraArgs"]
+    assert words[words.index("--max-num-seqs") + 1] == str(engine["max_num_seqs"])
+
+
+def test_a_container_keeps_what_it_downloads_and_measures_and_asks_for_a_key():
+    dockerfile, page = (DEPLOY / "Dockerfile").read_text(), (DEPLOY / "README.md").read_text()
+    commands = re.findall(r"docker run (?:.*\\\n)?.*", dockerfile + page)
+    assert len(commands) == 2
+    for command in commands:
+        assert "-v vllm-kvevict:/home/vllm/.cache" in command and "-e VLLM_API_KEY" in command
+        assert "-p 127.0.0.1:" in command
+    (home,) = re.findall(r"^ENV HOME=(.*)$", dockerfile, re.MULTILINE)
+    # A new volume takes the owner of this folder, which has weights, code and profiles.
+    assert f"mkdir -p {home}/.cache && chown -R 2000:0 {home}" in dockerfile
+
+
+@pytest.mark.parametrize("file", RAY, ids=lambda file: file.stem)
+def test_ray_listens_where_something_else_checks_who_asks(file):
+    assert settings(file)["http_options"]["host"] == "127.0.0.1"
+    assert "**Ray Serve\nchecks no key**" in (DEPLOY / "README.md").read_text()
+
+
+@pytest.mark.parametrize("file", RAY, ids=lambda file: file.stem)
+def test_a_file_without_a_profile_says_what_that_costs(file):
+    for application in settings(file)["applications"]:
+        for model in application["args"]["llm_configs"]:
+            engine = model["engine_kwargs"]
+            assert engine["max_num_seqs"] <= 256
+            profile = engine["additional_config"][CONFIG_KEY]["profile"]
+            assert profile.startswith("/") or "runs ada-defensive" in file.read_text()
 
 
 @pytest.mark.nightly
