@@ -308,7 +308,14 @@ HOOKS = {
             BlockStored.block_size BlockStored.extra_keys BlockStored.group_idx BlockStored.lora_id
             BlockStored.lora_name BlockStored.medium BlockStored.session_id
         """,
-        "vllm.v1.core.kv_cache_manager": "KVCacheManager.take_events()",
+        "vllm.v1.core.kv_cache_manager": """
+            KVCacheManager.take_events() KVCacheManager.block_pool
+        """,
+        "vllm.v1.core.block_pool": """
+            BlockPool._emit_block_removed_events(block_hashes) BlockPool.emit_cached_block_events
+            BlockPool.enable_kv_cache_events BlockPool.kv_event_queue
+            BlockPool.cached_block_hash_to_block BlockHashToBlockMap.get_one_block(key)
+        """,
     },
     "engine/waiting_queue.py": {
         "vllm.v1.core.sched.request_queue": """

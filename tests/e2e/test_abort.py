@@ -67,6 +67,8 @@ class Scene:
 def abort_everywhere(run) -> int:
     """Before, in and after each eviction of the victim; returns how many aborts there were."""
     free, aborts = run.free_blocks(), 0
+    fresh = run.generate([VICTIM, BYSTANDER], 8)
+    assert run.counters.evictions_prefill == 2
     scene = Scene(run)
     scene.start(victim=False)
     alone = scene.finish()
@@ -86,6 +88,8 @@ def abort_everywhere(run) -> int:
                 scene.llm.abort_request([scene.names[1]])
                 assert scene.ids[1] not in run.scheduler.requests
             assert scene.finish() == alone
+            # What was left in the middle of an eviction is nobody else's (kvpress#244).
+            assert run.generate([VICTIM, BYSTANDER], 8) == fresh
             assert run.free_blocks() == free
             assert not run.scheduler._table.states
             rings = run.scheduler._turns.slots

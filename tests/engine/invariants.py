@@ -64,7 +64,6 @@ class Invariants:
         for request_id, hit in admitted.items():
             former = self._lives.get(request_id)
             self._lives[request_id] = Life(former.number + 1 if former else 1)
-            self.put_off.begin_life(request_id)
             self.expected.prefill_ends[request_id] = self.scheduler.requests[request_id].num_tokens
             self.tally.hits += hit > 0
             self.tally.hit_tokens += hit
@@ -280,7 +279,9 @@ class Invariants:
                 self.tally.at_a_loss += not gains
                 self.tally.mixed += 0 < part.reused < len(part.store)
             elif due is not None and (
-                progress.next_eviction is None or progress.next_eviction > due
+                progress.next_eviction is None
+                or progress.next_eviction > due
+                or self._goes_without_window(entry, group, end, due)
             ):
                 assert self.setup.shared == "keep", f"{request_id} was put off"
                 wrongly = self.put_off.wrongly(entry, group, max(end, due))
@@ -288,6 +289,14 @@ class Invariants:
                 life.postponed = True
                 life.put_off.setdefault(group, set()).add(due)
                 self.tally.put_off += 1
+
+    def _goes_without_window(self, entry: Any, group: int, end: int, due: int) -> bool:
+        """Whether an eviction at the end of a prompt was put off in a chunk before it.
+
+        It is the next one all the same, and comes without the queries of that chunk.
+        """
+        before = self.setup.shared == "keep" and end < due <= entry.prefill_end
+        return before and self.put_off.asked(entry, group)
 
     def _missed(
         self, request: Any, group: int, progress: Any, prefill_end: int, end: int

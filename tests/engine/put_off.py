@@ -20,7 +20,7 @@ class PutOff:
         self._scheduler = scheduler
         managers = scheduler.kv_cache_manager.coordinator.single_type_managers
         self._managers = {manager.kv_cache_group_id: manager for manager in managers}
-        self._judged: dict[tuple[str, int], bool] = {}
+        self._judged: dict[tuple[str, int, int], bool] = {}
         add = scheduler._table.add
 
         def added(*args: Any) -> Any:
@@ -29,7 +29,7 @@ class PutOff:
 
             def deferred(group: int, end: int) -> None:
                 due = max(end, state.progress[group].next_eviction or 0)
-                key = state.request_id, group
+                key = self._key(state, group)
                 self._judged[key] = self.worth(state, group, due) or self._judged.get(key, False)
                 defer(group, end)
 
@@ -38,13 +38,17 @@ class PutOff:
 
         scheduler._table.add = added
 
-    def begin_life(self, request_id: str) -> None:
-        for group in self._managers:
-            self._judged.pop((request_id, group), None)
+    def _key(self, state: Any, group: int) -> tuple[str, int, int]:
+        """Of a group of a request in its present life."""
+        return state.request_id, state.request.num_preemptions, group
+
+    def asked(self, state: Any, group: int) -> bool:
+        """Whether an eviction was put off since the last call of :meth:`wrongly`."""
+        return self._key(state, group) in self._judged
 
     def wrongly(self, state: Any, group: int, due: int) -> bool:
         """Whether evictions that were put off since the last call gave blocks back."""
-        judged = self._judged.pop((state.request_id, group), None)
+        judged = self._judged.pop(self._key(state, group), None)
         return self.worth(state, group, due) if judged is None else judged
 
     def worth(self, state: Any, group: int, due: int) -> bool:

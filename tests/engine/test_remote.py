@@ -375,6 +375,18 @@ def test_a_failed_load_lets_loaded_requests_pass():
     assert totals["remote_failures"] and totals["evictions"]
 
 
+def test_a_window_is_not_recorded_for_an_eviction_that_gives_nothing_back():
+    """A chunk begins the window of a prompt whose blocks others hold, and the next chunk ends it
+    when they have let go: the eviction waits for another window. A random day found it."""
+    setup = Setup(
+        budget="10%", window=16, interval=4, blocks=38, max_num_seqs=4, max_batched=8,
+        asynchronous=True, connector="ExampleConnector", load_failure="fail",
+    )  # fmt: skip
+    engine = run(Scenario(setup, 4322, [("burst", 203, 3, 4, 8), ("burst", 224, 3, 4, 8)]))
+    counters = engine.scheduler.eviction_counters
+    assert counters.skipped_shared and counters.postponed_ring and counters.evictions_prefill
+
+
 @pytest.mark.parametrize("priority", [False, True])
 def test_loads_from_host_memory_that_hold_all_blocks_go_on(priority):
     """The same for vLLM's offload (vllm#45388)."""

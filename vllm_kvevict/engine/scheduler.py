@@ -109,7 +109,7 @@ class EvictingScheduler(Scheduler):
         self._parts += build_parts(core, config, self._stores)
         self._remote = next((p for p in self._parts if isinstance(p, RemotePrefill)), None)
         groups = self.kv_cache_config.kv_cache_groups
-        if 1 < len(managers) == len(groups):
+        if len(managers) == len(groups):
             GroupedEvents(core)
         self._layers = {group: len(groups[group].layer_names) for group in managers}
         # Otherwise the front end writes the totals in its periodic line.
