@@ -89,6 +89,40 @@ def test_tokens_are_those_of_one_engine(tiny_model, oracle, tmp_path, case):
             assert same == (NEW_TOKENS, NEW_TOKENS)
 
 
+def first_logprobs(run, prompts, asked):
+    """The log-probabilities of five candidates for each first token."""
+    from vllm import SamplingParams
+
+    outputs = run.llm.generate(
+        [dict(prompt_token_ids=prompt) for prompt in prompts],
+        [
+            SamplingParams(temperature=0, max_tokens=4, logprobs=5, extra_args=dict(mine))
+            for mine in asked
+        ],
+        use_tqdm=False,
+    )
+    firsts = [output.outputs[0].logprobs[0] for output in outputs]
+    return [{token: one.logprob for token, one in first.items()} for first in firsts]
+
+
+def test_a_whole_hit_gives_the_logprobs_of_one_engine(tiny_model, tmp_path):
+    """A receiver that finds all of a prompt differed from the first token on (vllm#52617)."""
+    settings = SETTINGS | dict(store_path=str(tmp_path))
+    with serving(tiny_model, settings) as prefill:
+        given, _ = hand_over(prefill, PROMPTS)
+        kept = prefill.recorder.saved
+    with serving(tiny_model, SETTINGS) as one:
+        expected = first_logprobs(one, PROMPTS, [POINT] * len(PROMPTS))
+    with serving(tiny_model, settings) as decode:
+        decode.recorder.saved.update(kept)
+        counts = computed(decode)
+        found = first_logprobs(decode, PROMPTS, [{"kv_transfer_params": one} for one in given])
+        assert sum(counts) == 4 * len(PROMPTS), "one token of every prompt"
+        assert decode.counters.stores_restored_file == len(PROMPTS)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-4)
+
+
 def test_what_is_not_handed_over(tiny_model, tmp_path):
     """Too short, another policy's, a point inside a chat, and what asks for nothing."""
     settings = SETTINGS | dict(store_path=str(tmp_path), allow="h2o,none")

@@ -23,6 +23,7 @@ from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 
 from benchmarks.server import Server, free_port
+from tests.e2e.test_handover import first_logprobs
 from tests.e2e.test_handover_server import ask, proxy
 from tests.e2e.test_offload import LateCopies
 from tests.e2e.test_recipes import of_length
@@ -205,6 +206,21 @@ def check(run, oracle, texts, outputs, loaded=True):
         assert check_tokens(oracle, text, output, lives) == (len(output), len(output))
         if loaded:
             assert lives[0].evictions[0].n == len(text), "did not evict in its first step"
+
+
+@pytest.mark.parametrize("asked", [{}, {"kv_eviction": "none"}], ids=["evicts", "never evicts"])
+def test_a_whole_prompt_gives_the_logprobs_of_one_server(tiny_model, prefill, transfers, asked):
+    """A receiver that finds all of a prompt differed from the first token on (vllm#52617)."""
+    texts = prompts(3, first=700)
+    with engine(tiny_model, SETTINGS, **OPTIONS) as alone:
+        expected = first_logprobs(alone, texts, [asked] * len(texts))
+    with engine(tiny_model, SETTINGS, **decode()) as run:
+        params = [asked | dict(kv_transfer_params=prefill.compute(text)) for text in texts]
+        found = first_logprobs(run, texts, params)
+        assert transfers.posted == len(texts) and not transfers.failed
+        assert run.counters.evictions_prefill == (0 if asked else len(texts))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-4)
 
 
 def test_tokens_are_those_of_one_server(tiny_model, oracle, prefill, transfers):
