@@ -166,9 +166,7 @@ class CalibratingWorker:
         Of all of them, averaged over neighbours; and of the last, of each token alone.
         """
         most: dict[str, torch.Tensor] = {}
-        queries = self.vllm_config.model_config.get_num_attention_heads(
-            self.vllm_config.parallel_config
-        )
+        queries = max(layer.num_heads for layer in self._kvevict.attentions.values())
         for texts in (*packed(later[:-1], queries, start), later[-1:]):
             with self._kvevict.doing(Pass(rows=1, lengths=[*map(len, texts)], most={})) as done:
                 self._kvevict_run([token for text in texts for token in text], start, 1)
