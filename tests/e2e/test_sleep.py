@@ -7,7 +7,8 @@ GPU.
 import pytest
 
 from tests.e2e.sleep_orders import random_calls, sleepy
-from tests.models import random_prompt
+from tests.e2e.test_gpu_on_cpu import ran
+from tests.models import cached_tiny_llama, random_prompt
 from tests.nightly import nightly
 from tests.oracles.engine import engine
 from tests.profiles import random_profile
@@ -38,3 +39,12 @@ def test_answers_after_any_order(tiny_model_kv4, tmp_path, policy):
             done = sleepy(run, tiny_model_kv4, random_calls(seed, 5))
             assert run.generate(PROMPTS, NEW_TOKENS) == expected, done
             assert run.counters.evictions == evictions * (seed + 2)
+
+
+@pytest.mark.slow
+def test_answers_of_a_pretended_gpu():
+    """Constants of attention lie in the memory that is lost: query starts, counters, rotations."""
+    model = cached_tiny_llama(layers=1, kv_heads=2, heads=4, head_dim=64)
+    result = ran("triton", "0", "tests.e2e.gpu_sleep_script", str(model), "int4")
+    assert result["same"] == [True, True]
+    assert result["evictions"] >= 1 and result["total"] == 3 * result["evictions"]
