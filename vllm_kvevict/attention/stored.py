@@ -7,15 +7,15 @@ request run compiled code (``ops/cpu/packed.py``).
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvevict.attention.per_head import PerHeadBatch
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.state import GroupState
-from vllm_kvevict.ops.cpu.packed import Pages, decode
-from vllm_kvevict.ops.token_format import PackedFormat
 
 ELEMENTS = 2**20
 """Maximum number of float32 elements of an intermediate result."""
@@ -29,26 +29,14 @@ def warm_up(cache: LayerCache) -> None:
 
     Nothing is written.
     """
-    if not isinstance(cache.token_format, PackedFormat) or not cache.pages.is_cpu:
+    if cache.packed is None:
         return
-    size, bits = cache.layout.keys.shape[1], cache.token_format
+    size = cache.layout.keys.shape[1]
     cache.token_format.encode(torch.zeros(1, size), torch.zeros(1, size))
-    one = Pages(torch.tensor([0, 1]), torch.tensor([0]))
-    query = torch.zeros(1, 1, size)
-    decode(
-        query,
-        query,
-        cache.token_format.rotation(size, query.device),
-        one,
-        cache.planes,
-        (bits.key_bits, bits.value_bits),
-        one,
-        torch.tensor([1]),
-        cache.stored,
-        (cache.layout.keys, cache.layout.values),
-        cache.softcap,
-        (cache.key_scale, cache.value_scale),
-    )
+    heads = 1 if cache.sinks is None else len(cache.sinks)
+    group = 1 if cache.sinks is None else cache.sinks.shape[1]
+    one = np.ones(heads, np.int64)
+    cache.packed.decode(torch.zeros(heads, group, size), np.zeros((heads, 2), np.int32), one, one)
 
 
 @dataclass
@@ -148,6 +136,14 @@ class StoredBatch:
         heads = PerHeadBatch.build(common, state, rows, requests)
         return cls(heads, counts.tolist(), tail.tolist())
 
+    @cached_property
+    def _arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Pages [L, S, V] int32, pages of stores [L, S] int64 and tokens of tails [S] int64, for
+        the compiled attention of every layer."""
+        tail = torch.tensor(self.tail).repeat_interleave(self.heads.num_heads)
+        table, stored = self.heads.table.contiguous(), self.heads.store_pages.contiguous()
+        return table.numpy(), stored.numpy(), tail.numpy()
+
     def attend(
         self, cache: LayerCache, query: torch.Tensor, layer: int, output: torch.Tensor
     ) -> None:
@@ -189,6 +185,11 @@ class StoredBatch:
         heads, stored_format = self.heads, cache.token_format
         count, group, size = queries.shape[1:]
         sequences = slice(first * heads.num_heads, last * heads.num_heads)
+        if count == 1 and cache.packed is not None:
+            table, stored, tail = self._arrays
+            return cache.packed.decode(
+                queries[:, 0], table[layer, sequences], stored[layer, sequences], tail[sequences]
+            )[:, None]
         rotation = stored_format.rotation(size, queries.device)
         plain = queries.flatten(1, 2)
         turned = plain if rotation is None else plain @ rotation.T
@@ -207,25 +208,6 @@ class StoredBatch:
         sinks = None
         if cache.sinks is not None:
             sinks = cache.sinks.float().repeat(last - first, count)
-        if count == 1 and isinstance(stored_format, PackedFormat):
-            assert rotation is not None
-            top, total, values = decode(
-                plain * cache.scale,
-                turned * cache.scale,
-                rotation,
-                Pages.of(table, column < in_store),
-                cache.planes,
-                (stored_format.key_bits, stored_format.value_bits),
-                Pages.of(table, in_tail),
-                tail[:, 0],
-                cache.stored,
-                (cache.layout.keys, cache.layout.values),
-                cache.softcap,
-                (cache.key_scale, cache.value_scale),
-                offset,
-            )
-            parts = Parts(top, total, torch.zeros_like(plain), values)
-            return parts.result(None, sinks).unflatten(1, (count, group))
 
         owner, place = (column < in_store).nonzero(as_tuple=True)
         for some in self._pieces(owner, cache.page_tokens, plain):

@@ -6,9 +6,11 @@ from functools import cached_property
 import torch
 
 from vllm_kvevict.cache.page_layout import PageLayout
+from vllm_kvevict.ops.cpu.packed import PackedPages
+from vllm_kvevict.ops.cpu.pages import Pages
 from vllm_kvevict.ops.fp8 import FP8, typed
 from vllm_kvevict.ops.pieces import heads_at_once, joined, tokens_at_once
-from vllm_kvevict.ops.token_format import AS_CACHED, TokenFormat
+from vllm_kvevict.ops.token_format import AS_CACHED, PackedFormat, TokenFormat, groups
 
 
 def _scaled(elements: torch.Tensor, scale: float) -> torch.Tensor:
@@ -233,6 +235,35 @@ class LayerCache:
                 self._read_alike(source_page[part], source_slot[part], old[part], parts)
         for plane, tokens in zip(self.planes, found, strict=True):
             plane[target_page] = tokens.view(len(target_page), *plane.shape[1:])
+
+    @cached_property
+    def packed(self) -> PackedPages | None:
+        """The pages as compiled attention on a CPU reads them; None unless stores are in few
+        bits."""
+        stored, (block_size, size) = self.token_format, self.layout.keys.shape
+        if not isinstance(stored, PackedFormat) or not self.pages.is_cpu:
+            return None
+        pages = Pages(
+            size,
+            stored.key_bits,
+            stored.value_bits,
+            groups(size),
+            self.page_tokens,
+            block_size,
+            self.stored.dtype,
+            *self.layout.strides,
+        )
+        return PackedPages(
+            pages,
+            self.stored,
+            stored.rotation(size, self.pages.device),
+            (self.layout.keys, self.layout.values),
+            self.scale,
+            self.softcap,
+            (self.key_scale, self.value_scale),
+            self.sinks,
+            self.centres,
+        )
 
     @cached_property
     def planes(self) -> list[torch.Tensor]:

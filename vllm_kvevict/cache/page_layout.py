@@ -7,6 +7,7 @@ from functools import cached_property
 
 import torch
 
+from vllm_kvevict.ops.cpu.lanes import Strides
 from vllm_kvevict.ops.cpu.move import TokenMoves
 from vllm_kvevict.ops.fp8 import typed
 
@@ -90,6 +91,15 @@ class PageLayout:
         return tuple(_View(part) for part in (self.keys, self.values) if part.numel())
 
     @cached_property
+    def strides(self) -> tuple[Strides | None, ...]:
+        """Offsets of the keys and of the values (none in a latent cache) by their strides; None for
+        offsets that are not evenly spaced."""
+        return tuple(
+            Strides(view.base, view.shape, view.strides) if view.even else None
+            for view in self._views
+        )
+
+    @cached_property
     def _moves(self) -> TokenMoves:
         return TokenMoves(torch.cat([self.keys, self.values], dim=-1))
 
@@ -167,6 +177,9 @@ class _View:
     dimension for both.
     """
 
+    shape: tuple[int, int, int, int]
+    strides: tuple[int, int, int, int]
+
     def __init__(self, offsets: torch.Tensor) -> None:
         self.offsets = offsets
         self.base = int(offsets[0, 0])
@@ -175,9 +188,8 @@ class _View:
         self.even = False
         if by_token and by_dim:
             self.even = torch.equal(offsets, offsets[:, :1] + dims)
-            (outer, inner, *token_strides), (groups, size, *dim_strides) = by_token, by_dim
-            self.shape = (outer, inner, groups, size)
-            self.strides = (*token_strides, *dim_strides)
+            self.shape = (*by_token[:2], *by_dim[:2])
+            self.strides = (*by_token[2:], *by_dim[2:])
             # Dimensions of the view from the largest stride to the smallest, which is memory order.
             self.order = sorted(range(4), key=lambda dim: -self.strides[dim])
 

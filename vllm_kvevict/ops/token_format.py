@@ -232,7 +232,7 @@ def quantise(rotated: "torch.Tensor", bits: int) -> "tuple[torch.Tensor, torch.T
     scales = torch.cat([largest * factor for factor in factors], dim=-1)
     scales = scales.half().float().clamp_min_(2.0**-24)
     if rotated.is_cpu:
-        from vllm_kvevict.ops.cpu.packed import quantise as compiled
+        from vllm_kvevict.ops.cpu.levels import quantise as compiled
 
         # Levels of NaN do not matter: the scale makes their token NaN.
         finite = parts.nan_to_num(0.0, 0.0, 0.0).flatten(0, -2)

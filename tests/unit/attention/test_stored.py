@@ -2,27 +2,36 @@
 
 import pytest
 import torch
+from numba.core import event
 
 from tests.token_formats import BYTES
 from vllm_kvevict.attention.per_head import PerHeadBatch
 from vllm_kvevict.attention.stored import StoredBatch, warm_up
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_layout import PageLayout
-from vllm_kvevict.ops.cpu.packed import decode_kernel
 from vllm_kvevict.ops.fp8 import FP8
 from vllm_kvevict.ops.token_format import INT4, INT4_FP8, INT8
+from vllm_kvevict.worker.cpu import measure_layout
 
 BLOCK, HEADS, GROUP = 16, 2, 3
 
 
-def some_cache(token_format, dtype, size, softcap, sinks):
-    offsets = torch.randperm(2 * BLOCK * size).view(2, BLOCK, size)
+def some_layout(dtype, size, isa):
+    """A layout of one of vLLM's kernels, or one without strides."""
+    if isa is None:
+        return PageLayout(*torch.randperm(2 * BLOCK * size).view(2, BLOCK, size))
+    if dtype == FP8:
+        return measure_layout(BLOCK, size, torch.float32, torch.uint8, isa, "fp8")
+    return measure_layout(BLOCK, size, dtype, dtype, isa)
+
+
+def some_cache(token_format, dtype, size, softcap, sinks, isa=None):
+    layout = some_layout(dtype, size, isa)
     pages = torch.randn(40 * HEADS, 2 * BLOCK * size).to(dtype)
     pages, scales = (pages.view(torch.uint8), (0.5, 3.0)) if dtype == FP8 else (pages, (1.0, 1.0))
     if token_format is BYTES:
         pages = pages.mul_(2).abs_().floor_()
     found = torch.randn(HEADS, GROUP) if sinks else None
-    layout = PageLayout(offsets[0], offsets[1])
     centres = None if token_format is BYTES else torch.randn(HEADS, size)
     cache = LayerCache(
         pages, layout, 0.2, softcap, 1.0, *scales, sinks=found, token_format=token_format,
@@ -35,22 +44,31 @@ def some_cache(token_format, dtype, size, softcap, sinks):
 
 
 @pytest.mark.parametrize(
-    ("token_format", "dtype", "size"),
+    ("token_format", "dtype", "size", "isa"),
     [
-        (INT4, torch.float32, 64),
-        (INT4, torch.bfloat16, 128),
-        (INT4, torch.float16, 64),
-        (INT4_FP8, FP8, 64),
-        (INT8, torch.float32, 96),
-        (BYTES, torch.float32, 8),
+        (INT4, torch.float32, 64, None),
+        (INT4, torch.bfloat16, 128, "vec"),
+        (INT4, torch.float16, 64, "vec"),
+        (INT4_FP8, FP8, 64, "amx"),
+        (INT4_FP8, FP8, 64, None),
+        (INT8, torch.float32, 80, "vec16"),
+        (BYTES, torch.float32, 8, None),
     ],
-    ids=["int4-64", "int4-128-bf16", "int4-64-fp16", "int4-64-fp8", "int8-96", "bytes-8"],
-)
+    ids=["int4-64", "int4-128-bf16", "int4-64-fp16", "int4-64-fp8-pairs", "int4-64-fp8", "int8-80",
+         "bytes-8"],
+)  # fmt: skip
 @pytest.mark.parametrize(("softcap", "sinks"), [(0.0, False), (5.0, True)])
 @pytest.mark.parametrize("counts", [[1, 1, 1], [1, 3, 3]], ids=str)
-def test_every_query_sees_its_tokens(token_format, dtype, size, softcap, sinks, counts):
+@pytest.mark.parametrize("threads", [1, 5])
+def test_every_query_sees_its_tokens(
+    token_format, dtype, size, isa, softcap, sinks, counts, threads, monkeypatch
+):
+    """Tokens of one sequence are divided between threads."""
+    if threads > 1 and counts != [1, 1, 1]:
+        pytest.skip("PyTorch's operations run all other steps")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     torch.manual_seed(2)
-    cache = some_cache(token_format, dtype, size, softcap, sinks)
+    cache = some_cache(token_format, dtype, size, softcap, sinks, isa)
     count = cache.page_tokens
     # Head h of request r has so many pages of its store, and so many tokens in its tail.
     split = torch.tensor([[1, 3], [2, 2], [1, 1]])
@@ -124,14 +142,15 @@ def test_every_query_sees_its_tokens(token_format, dtype, size, softcap, sinks, 
 
 
 @pytest.mark.parametrize("token_format", [INT4, INT8], ids=["int4", "int8"])
-def test_start_up_compiles_and_writes_nothing(token_format):
+def test_start_up_compiles_and_writes_nothing(token_format, monkeypatch):
     """Also over pages that hold anything."""
     cache = some_cache(token_format, torch.float32, 64, 0.0, sinks=False)
     before = cache.pages.view(torch.uint8).clone()
     warm_up(cache)
     assert torch.equal(cache.pages.view(torch.uint8), before)
-    kernel = decode_kernel(64, token_format.key_bits, token_format.value_bits, 1)
-    assert len(kernel.signatures) == 1
     # A step runs what was compiled.
-    test_every_query_sees_its_tokens(token_format, torch.float32, 64, 0.0, False, [1, 1, 1])
-    assert len(kernel.signatures) == 1
+    with event.install_recorder("numba:compile") as recorder:
+        test_every_query_sees_its_tokens(
+            token_format, torch.float32, 64, None, 0.0, False, [1, 1, 1], 2, monkeypatch
+        )
+    assert recorder.buffer == []

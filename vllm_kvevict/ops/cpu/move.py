@@ -46,8 +46,8 @@ class TokenMoves:
         held = pages.view(PATTERNS[pages.itemsize]).numpy()
         moved = np.empty((len(target_page), len(self._held)), held.dtype)
         run(
-            _kernel(), len(moved), held, source_page.contiguous().numpy(),
-            source_slot.contiguous().numpy(), self._sources, self._targets, moved,
+            _kernel(), held, source_page.contiguous().numpy(), source_slot.contiguous().numpy(),
+            self._sources, self._targets, moved,
             threads=1 if moved.size < ALONE else torch.get_num_threads(),
         )  # fmt: skip
         target = target_page.numpy()
@@ -64,11 +64,11 @@ def _kernel() -> Callable[..., None]:
 
     @numba.njit(nogil=True, boundscheck=False)
     def kernel(
-        pages: Any, page: Any, slot: Any, sources: Any, targets: Any, moved: Any, begin: int,
-        end: int,
+        pages: Any, page: Any, slot: Any, sources: Any, targets: Any, moved: Any, thread: int,
+        threads: int,
     ) -> None:  # fmt: skip
-        block_size, elements = sources.shape
-        for target in range(begin, end):
+        count, (block_size, elements) = len(moved), sources.shape
+        for target in range(count * thread // threads, count * (thread + 1) // threads):
             out = moved[target]
             for own_slot in range(block_size):
                 token = target * block_size + own_slot

@@ -1,333 +1,281 @@
-"""Stores in few bits on a CPU: decode attention and levels, compiled.
+"""Decode attention over stores in few bits on a CPU, compiled.
 
-:mod:`vllm_kvevict.attention.stored` is the reference of attention and runs all other steps,
-:func:`vllm_kvevict.ops.token_format.quantise` is the reference of levels.
+:mod:`vllm_kvevict.attention.stored` is its reference and runs all other steps.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_kvevict.ops.cpu.compiled import load_numba, run
+from vllm_kvevict.ops.cpu.arithmetic import PART, arithmetic
+from vllm_kvevict.ops.cpu.compiled import intrinsics, load_numba, run
+from vllm_kvevict.ops.cpu.lanes import LANES
+from vllm_kvevict.ops.cpu.pages import AT_ONCE, Pages, store_kernel, tail_kernel
 
-
-@dataclass(frozen=True)
-class Pages:
-    """Pages of S sequences: those of sequence s are ``first[s]`` to ``first[s + 1] - 1`` of
-    ``pages``.
-
-    Args:
-        first: [S + 1] int64.
-        pages: [P] int64 page numbers in the cache.
-
-    """
-
-    first: torch.Tensor
-    pages: torch.Tensor
-
-    @classmethod
-    def of(cls, table: torch.Tensor, used: torch.Tensor) -> "Pages":
-        """Return the used entries [S, V] bool of a page table [S, V] int."""
-        first = torch.zeros(len(table) + 1, dtype=torch.int64)
-        first[1:] = used.sum(-1).cumsum(0)
-        return cls(first, table[used].long())
-
-    @property
-    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        return self.first.numpy(), self.pages.numpy()
-
-
-LEAST = -1e30
+LEAST = np.float32(-1e30)
 """Maximum of the logits of no token: finite, so that its weight is 0 and not NaN."""
 
+LOG2E = 1.4426950408889634
+
 
 @lru_cache
-def decode_kernel(
-    head_size: int, key_bits: int, value_bits: int, groups: int
-) -> Callable[..., None]:
-    """Return the compiled attention of one query token of some sequences, for one head size.
+def _decode_kernels(pages: Pages) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return the compiled attention of sequences with one query token each, and its end.
 
-    The kernel's arguments, for P pages of S sequences with G query heads each:
+    The arguments of both, for S sequences with G query heads each and at most N threads:
 
-    - ``queries`` [S, G, D] float32, rotated and scaled;
-    - ``added_logit`` [S, G] float32, added to every logit;
-    - ``first`` [S + 1] int64: the pages of sequence s are ``first[s] .. first[s + 1] - 1`` of
-    - ``pages`` [P] int64, page numbers in the cache;
-    - ``keys`` and ``values`` [num_pages, T, D] uint8: codes, one tensor if both are in one byte;
-    - ``scales`` [num_pages, T, 2 * groups] float16 as uint16, and ``halves`` [65536] float32,
-      their numbers (:func:`numbers`);
-    - ``softcap``, 0 for none;
-    - ``top`` [S, G], ``total`` [S, G] and ``output`` [S, G, D] float32, written: maximum, sum of
-      exponentials relative to it and weighted sum of values, rotated;
-    - ``begin`` and ``end``: the sequences of this call.
+    - ``queries`` [S, G, D] float32;
+    - ``sequences``: ``table`` [S, V] int32 pages, ``stored`` [S] int64 pages of a store at the left
+      of each row, ``tail`` [S] int64 tokens in the pages after these;
+    - ``held``, all pages: ``whole`` [num_pages, bytes] uint8, ``words`` [num_pages, bytes / 2]
+      uint16, ``cache`` [num_pages, elements], and ``numbers``, ``factors`` and ``places`` of
+      :func:`~vllm_kvevict.ops.cpu.pages.tail_kernel`;
+    - ``layer``: ``factor``, by which queries are scaled, and ``cap``; ``rotation`` [D, D] float32
+      of stored keys and values; ``centres`` [H, D] float32, of which row ``s % H`` is missing in
+      the stored keys of sequence s, [0, D] for whole keys; ``sinks`` [S, G] float32 logits of
+      attention sinks in base 2, [0, 0] for none;
+    - ``found``, written: ``top`` [S, G] and ``total`` [S, G] float32, and ``output`` [S, G, D]
+      float32, the attention;
+    - ``rest``, written: ``owner`` [N] int64, the sequence of which an earlier thread attends to the
+      first pages, -1 for none, and what a thread found of it, [N, ...] for each of ``found``.
+
+    The tokens of all sequences in a row are divided between threads, at the beginnings of pages.
     """
-    numba = load_numba()
-    joint = key_bits + value_bits <= 8
-    shift, mask = (value_bits, (1 << value_bits) - 1) if joint else (0, 255)
-    key_middle, value_middle = (2**key_bits - 1) / 2, (2**value_bits - 1) / 2
-    size, width = head_size, head_size // groups
-    key_middle, value_middle = np.float32(key_middle), np.float32(value_middle)
+    numba, store, attend_tail = load_numba(), store_kernel(pages), tail_kernel(pages)
+    _, call = intrinsics()
+    size, groups, tokens, block_size = (
+        pages.head_size,
+        pages.groups,
+        pages.tokens,
+        pages.block_size,
+    )
+    width, middle = size // groups, np.float32((2**pages.key_bits - 1) / 2)
+    longest = max(tokens, block_size) + LANES
+    single, power = np.float32, arithmetic().power
 
-    @numba.njit(nogil=True, fastmath={"reassoc", "contract", "arcp", "nsz"}, boundscheck=False)
-    def kernel(
-        queries: Any, added_logit: Any, first: Any, pages: Any, keys: Any, values: Any,
-        scales: Any, halves: Any, softcap: Any, top: Any, total: Any, output: Any, begin: int,
-        end: int,
-    ) -> None:  # fmt: skip
-        tokens, rows = keys.shape[1], queries.shape[1]
-        logits = np.empty((rows, tokens), np.float32)
-        code = np.empty(size, np.float32)
-        sums = np.empty((rows, groups), np.float32)
-        for s in range(begin, end):
-            for g in range(rows):
-                top[s, g] = LEAST
-                total[s, g] = 0.0
+    @numba.njit(**PART)
+    def turn(plain: Any, rotation: Any, centre: Any, turned: Any, starts: Any, sums: Any) -> None:
+        """Rotate queries, and compute what is the same for the logits of all tokens."""
+        for g in range(len(plain)):
+            query, into = plain[g], turned[g]
+            found = single(0.0)
+            for d in range(size):
+                found += query[d] * centre[d]
+            starts[g] = found
+            for i in range(size):
+                row, dot = rotation[i], single(0.0)
                 for d in range(size):
-                    output[s, g, d] = 0.0
-                for part in range(groups):
-                    found = np.float32(0.0)
-                    for d in range(part * width, (part + 1) * width):
-                        found += queries[s, g, d]
-                    sums[g, part] = found * key_middle
-            for at in range(first[s], first[s + 1]):
-                page = pages[at]
-                for t in range(tokens):
-                    for d in range(size):
-                        code[d] = np.float32(keys[page, t, d] >> shift)
-                    for g in range(rows):
-                        found = added_logit[s, g]
-                        for part in range(groups):
-                            dot = np.float32(0.0)
-                            for d in range(part * width, (part + 1) * width):
-                                dot += queries[s, g, d] * code[d]
-                            found += (dot - sums[g, part]) * halves[scales[page, t, part]]
-                        logits[g, t] = found
-                for g in range(rows):
-                    highest = top[s, g]
-                    for t in range(tokens):
-                        if softcap > 0:
-                            logits[g, t] = np.tanh(logits[g, t] / softcap) * softcap
-                        highest = max(highest, logits[g, t])
-                    fading = np.exp(top[s, g] - highest)
-                    added = np.float32(0.0)
-                    for t in range(tokens):
-                        weight = np.exp(logits[g, t] - highest)
-                        added += weight
-                        logits[g, t] = weight
-                    total[s, g] = total[s, g] * fading + added
-                    top[s, g] = highest
-                    for d in range(size):
-                        output[s, g, d] *= fading
-                for t in range(tokens):
-                    for d in range(size):
-                        code[d] = np.float32(values[page, t, d] & mask) - value_middle
-                    for part in range(groups):
-                        scale = halves[scales[page, t, groups + part]]
-                        for g in range(rows):
-                            weight = logits[g, t] * scale
-                            for d in range(part * width, (part + 1) * width):
-                                output[s, g, d] += weight * code[d]
-
-    return kernel
-
-
-@lru_cache
-def tail_kernel(head_size: int, wide: bool) -> Callable[..., None]:
-    """Return the compiled attention of the same sequences over the tokens of their tails.
-
-    The kernel's arguments, in addition to those of the same name of :func:`decode_kernel`:
-
-    - ``queries`` [S, G, D] float32, scaled and not rotated;
-    - ``lengths`` [S] int64 tokens of each tail, in ``pages``;
-    - ``cache`` [num_pages, elements]: all pages, as float32 if ``wide``, else as uint16 or uint8;
-    - ``key_numbers`` and ``value_numbers`` [65536] or [256] float32: the key or value element that
-      each bit pattern of ``cache`` stands for, its scale applied; not read if ``wide``;
-    - ``key_places`` and ``value_places`` [block_size, D] int64 offsets of the elements in a page;
-    - ``top``, ``total`` and ``output``, not rotated: read and updated.
-    """
-    numba, size = load_numba(), head_size
-
-    @numba.njit(nogil=True, fastmath={"reassoc", "contract", "arcp", "nsz"}, boundscheck=False)
-    def kernel(
-        queries: Any, first: Any, pages: Any, lengths: Any, cache: Any, key_numbers: Any,
-        value_numbers: Any, key_places: Any, value_places: Any, softcap: Any, top: Any, total: Any,
-        output: Any, begin: int, end: int,
-    ) -> None:  # fmt: skip
-        rows, block_size = queries.shape[1], key_places.shape[0]
-        element = np.empty(size, np.float32)
-        logits = np.empty((rows, block_size), np.float32)
-        for s in range(begin, end):
-            left = lengths[s]
-            for at in range(first[s], first[s + 1]):
-                page, count = cache[pages[at]], min(left, block_size)
-                left -= count
-                for t in range(count):
-                    for d in range(size):
-                        place = page[key_places[t, d]]
-                        element[d] = place if wide else key_numbers[place]
-                    for g in range(rows):
-                        dot = np.float32(0.0)
-                        for d in range(size):
-                            dot += queries[s, g, d] * element[d]
-                        logits[g, t] = dot
-                for g in range(rows):
-                    highest = top[s, g]
-                    for t in range(count):
-                        if softcap > 0:
-                            logits[g, t] = np.tanh(logits[g, t] / softcap) * softcap
-                        highest = max(highest, logits[g, t])
-                    fading = np.exp(top[s, g] - highest)
-                    added = np.float32(0.0)
-                    for t in range(count):
-                        weight = np.exp(logits[g, t] - highest)
-                        added += weight
-                        logits[g, t] = weight
-                    total[s, g] = total[s, g] * fading + added
-                    top[s, g] = highest
-                    for d in range(size):
-                        output[s, g, d] *= fading
-                for t in range(count):
-                    for d in range(size):
-                        place = page[value_places[t, d]]
-                        element[d] = place if wide else value_numbers[place]
-                    for g in range(rows):
-                        weight = logits[g, t]
-                        for d in range(size):
-                            output[s, g, d] += weight * element[d]
-
-    return kernel
-
-
-@lru_cache
-def _levels_kernel(width: int, bits: int) -> Callable[..., None]:
-    """Return the compiled choice of levels for groups of ``width`` elements.
-
-    The kernel's arguments, for N groups: ``elements`` [N, width] float32, ``scales`` [N, C] float32
-    to choose from, ``levels`` [N, width] uint8 and ``chosen`` [N] int64, written, and the groups of
-    this call.
-    """
-    numba, middle = load_numba(), np.float32((2**bits - 1) / 2)
-
-    @numba.njit(nogil=True, fastmath={"reassoc", "contract", "nsz"}, boundscheck=False)
-    def kernel(elements: Any, scales: Any, levels: Any, chosen: Any, begin: int, end: int) -> None:
-        for row in range(begin, end):
-            least, best = np.float32(0.0), 0
-            for choice in range(scales.shape[1]):
-                scale, error = scales[row, choice], np.float32(0.0)
+                    dot += row[d] * query[d]
+                into[i] = dot
+            for part in range(groups):
+                found = single(0.0)
                 for d in range(width):
-                    level = np.rint(elements[row, d] / scale + middle)
-                    level = min(max(level, np.float32(0.0)), middle + middle)
-                    off = (level - middle) * scale - elements[row, d]
-                    error += off * off
-                if choice == 0 or error < least:
-                    least, best = error, choice
-            chosen[row] = best
-            scale = scales[row, best]
-            for d in range(width):
-                level = np.rint(elements[row, d] / scale + middle)
-                levels[row, d] = np.uint8(min(max(level, np.float32(0.0)), middle + middle))
+                    found += into[part * width + d]
+                sums[g, part] = found * middle
 
-    return kernel
+    @numba.njit(**PART)
+    def turn_back(output: Any, rotation: Any, into: Any) -> None:
+        """Rotate values that were summed."""
+        for g in range(len(output)):
+            mine = output[g]
+            into[:] = 0
+            for i in range(0, size, AT_ONCE):
+                a, b, c, e = rotation[i], rotation[i + 1], rotation[i + 2], rotation[i + 3]
+                w, x, y, z = mine[i], mine[i + 1], mine[i + 2], mine[i + 3]
+                for d in range(size):
+                    into[d] += w * a[d] + x * b[d] + y * c[d] + z * e[d]
+            mine[:] = into
+
+    @numba.njit(**PART)
+    def body(
+        queries: Any, sequences: Any, held: Any, layer: Any, found: Any, rest: Any, thread: int,
+        threads: int,
+    ) -> None:  # fmt: skip
+        (table, stored, tail), (top, total, output) = sequences, found
+        whole, words, cache, numbers, factors, places = held
+        factor, cap, rotation, centres, _ = layer
+        owner, tops, totals, outputs = rest
+        rows, number = queries.shape[1], len(queries)
+        logits = np.empty((rows, longest), single)
+        element = np.empty((AT_ONCE, size), single)
+        scales = np.zeros((tokens + AT_ONCE) * 2 * groups, single)
+        plain, turned = np.empty((rows, size), single), np.empty((rows, size), single)
+        sums, own = np.empty((rows, groups), single), np.empty(size, single)
+        starts, nothing = np.empty(rows, single), np.zeros(size, single)
+        everything = 0
+        for s in range(number):
+            everything += stored[s] * tokens + tail[s]
+        low, high = everything * thread // threads, everything * (thread + 1) // threads
+        after = 0
+        for s in range(number):
+            at, of_store = after, stored[s] * tokens
+            after += of_store + tail[s]
+            if after <= low or at >= high:
+                continue
+            if at < low:
+                owner[thread] = s
+                best, summed, result = tops[thread], totals[thread], outputs[thread]
+            else:
+                best, summed, result = top[s], total[s], output[s]
+            best[:], summed[:], result[:] = LEAST, 0, 0
+            for g in range(rows):
+                mine, query = plain[g], queries[s, g]
+                for d in range(size):
+                    mine[d] = query[d] * factor
+            # A page belongs to the thread of its first token.
+            begin = max(0, -((at - low) // tokens))
+            end = min(stored[s], -((at - high) // tokens))
+            if begin < end:
+                centre = centres[s % len(centres)] if len(centres) else nothing
+                turn(plain, rotation, centre, turned, starts, sums)
+                for place in range(begin, end):
+                    page = table[s, place]
+                    call(store, (
+                        turned, starts, sums, whole[page], words[page], cap, best, summed, result,
+                        logits, element, scales,
+                    ))  # fmt: skip
+                turn_back(result, rotation, own)
+            at += of_store
+            begin = max(0, -((at - low) // block_size))
+            end = min(-(-tail[s] // block_size), -((at - high) // block_size))
+            for place in range(begin, end):
+                page = table[s, stored[s] + place]
+                count = min(block_size, tail[s] - place * block_size)
+                call(attend_tail, (
+                    plain, cache[page], count, numbers, factors, places, cap, best, summed, result,
+                    logits, element,
+                ))  # fmt: skip
+
+    @numba.njit(**PART)
+    def end(queries: Any, sequences: Any, held: Any, layer: Any, found: Any, rest: Any) -> None:
+        (top, total, output), (owner, tops, totals, outputs) = found, rest
+        sinks = layer[4]
+        rows = queries.shape[1]
+        for thread in range(len(owner)):
+            s = owner[thread]
+            if s < 0:
+                continue
+            for g in range(rows):
+                highest = max(top[s, g], tops[thread, g])
+                mine, other = power(top[s, g] - highest), power(tops[thread, g] - highest)
+                top[s, g] = highest
+                total[s, g] = total[s, g] * mine + totals[thread, g] * other
+                for d in range(size):
+                    output[s, g, d] = output[s, g, d] * mine + outputs[thread, g, d] * other
+        for s in range(len(queries)):
+            for g in range(rows):
+                divisor = total[s, g]
+                if len(sinks):
+                    # A sink far above all logits leaves nothing of the values, and no overflow.
+                    over = sinks[s, g] - top[s, g]
+                    sink = power(-abs(over))
+                    divisor += sink if over < 0 else 1 / max(sink, single(1e-35))
+                factor_ = single(1.0) / divisor
+                mine = output[s, g]
+                for d in range(size):
+                    mine[d] *= factor_
+
+    return body, end
 
 
-def quantise(
-    elements: torch.Tensor, scales: torch.Tensor, bits: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose for each group the scale with the least squared error.
+class PackedPages:
+    """The pages of a layer, as the compiled attention reads them.
 
     Args:
-        elements: [N, D] float32, finite.
-        scales: [N, C] float32, above 0, the first one for equal errors.
-        bits: Bits of a level.
-
-    Returns:
-        Levels [N, D] uint8 and the chosen scales [N].
-
-    """
-    levels = torch.empty(elements.shape, dtype=torch.uint8)
-    chosen = torch.empty(len(elements), dtype=torch.int64)
-    arrays = [one.contiguous().numpy() for one in (elements, scales)]
-    kernel = _levels_kernel(elements.shape[1], bits)
-    run(
-        kernel, len(elements), *arrays, levels.numpy(), chosen.numpy(),
-        threads=torch.get_num_threads(),
-    )  # fmt: skip
-    return levels, scales.gather(1, chosen[:, None])[:, 0]
-
-
-@lru_cache
-def numbers(dtype: torch.dtype, scale: float = 1.0) -> np.ndarray:
-    """Return the numbers of all patterns of a type of 8 or 16 bits, times ``scale``: [256] or
-    [65536] float32, in the order of the patterns as unsigned integers."""
-    bits = 8 * dtype.itemsize
-    patterns = torch.arange(1 << bits).to(torch.uint8 if bits == 8 else torch.int16)
-    return (patterns.view(dtype).float() * scale).numpy()
-
-
-def decode(
-    queries: torch.Tensor,
-    rotated: torch.Tensor,
-    rotation: torch.Tensor,
-    stored: Pages,
-    planes: Sequence[torch.Tensor],
-    bits: tuple[int, int],
-    tail: Pages,
-    lengths: torch.Tensor,
-    cache: torch.Tensor,
-    places: tuple[torch.Tensor, torch.Tensor],
-    softcap: float,
-    cache_scales: tuple[float, float] = (1.0, 1.0),
-    added_logit: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attend to stores and tails with one query token of each of S sequences.
-
-    Args:
-        queries: [S, G, D] float32, scaled.
-        rotated: The same, rotated.
-        rotation: [D, D] float32 rotation of the stored values.
-        stored: Pages of the stores.
-        planes: The planes of all pages of the cache (``TokenFormat.planes``).
-        bits: Bits of the keys and of the values.
-        tail: Pages of the tails.
-        lengths: [S] int64 tokens in the tails.
-        cache: [num_pages, elements] all pages, float32 or a floating-point type of 8 or 16 bits.
-        places: Offsets [block_size, D] int64 of keys and of values in a page.
+        pages: What is the same for all of them.
+        held: [num_pages, elements] of ``pages.dtype``, contiguous: the cache.
+        rotation: [D, D] float32 of stored keys and values.
+        places: Offsets [block_size, D] int64 of keys and of values in pages outside stores.
+        scale: Softmax scale.
         softcap: Logit soft cap, 0 for none.
-        cache_scales: Factors of the keys and of the values in ``cache``; 1 for float32.
-        added_logit: [S, G] float32, added to the logits of stored tokens; None for 0.
-
-    Returns:
-        Maxima [S, G], sums of exponentials relative to them [S, G] and weighted sums of values
-        [S, G, D], float32.
+        cache_scales: Factors of keys and values outside stores; 1 unless the cache is FP8.
+        sinks: [H, G] logits of attention sinks, of any floating-point type; None for none.
+        centres: [H, D] float32, without which keys are stored; None for whole keys.
 
     """
-    count, size = len(queries), queries.shape[-1]
-    top = torch.empty(queries.shape[:2])
-    total, output = torch.empty_like(top), torch.empty(queries.shape)
-    scales = planes[-1].view(torch.int16).numpy().view(np.uint16)
-    groups = scales.shape[-1] // 2
-    cap = np.float32(softcap)
-    added = torch.zeros_like(top) if added_logit is None else added_logit.contiguous()
-    run(
-        decode_kernel(size, *bits, groups), count, rotated.contiguous().numpy(), added.numpy(),
-        *stored.arrays, planes[0].numpy(), planes[-2].numpy(), scales, numbers(torch.float16),
-        cap, top.numpy(), total.numpy(), output.numpy(), threads=torch.get_num_threads(),
-    )  # fmt: skip
-    output = output @ rotation
-    wide = cache.dtype == torch.float32
-    if wide:
-        held, tables = cache.numpy(), [np.empty(0, np.float32)] * 2
-    else:
-        unsigned = (torch.uint8, torch.uint16)[cache.dtype.itemsize - 1]
-        held = cache.view(unsigned).numpy()
-        tables = [numbers(cache.dtype, scale) for scale in cache_scales]
-    run(
-        tail_kernel(size, wide), count, queries.contiguous().numpy(), *tail.arrays,
-        lengths.numpy(), held, *tables, *(one.numpy() for one in places), cap, top.numpy(),
-        total.numpy(), output.numpy(), threads=torch.get_num_threads(),
-    )  # fmt: skip
-    return top, total, output
+
+    def __init__(
+        self,
+        pages: Pages,
+        held: torch.Tensor,
+        rotation: torch.Tensor,
+        places: tuple[torch.Tensor, torch.Tensor],
+        scale: float,
+        softcap: float,
+        cache_scales: tuple[float, float],
+        sinks: torch.Tensor | None,
+        centres: torch.Tensor | None = None,
+    ) -> None:
+        whole = held.view(torch.uint8)
+        padded = -(-pages.tokens // AT_ONCE) * AT_ONCE
+        assert pages.head_size % AT_ONCE == 0
+        assert pages.value_bytes + padded * pages.head_size <= whole.shape[1]
+        self._kernels = _decode_kernels(pages)
+        cache = held if held.itemsize == 4 else held.view(PATTERNS[held.itemsize])
+        numbers = np.zeros(256, np.float32)
+        if held.itemsize == 1:
+            numbers = torch.arange(256).to(torch.uint8).view(held.dtype).float().numpy()
+        self._sinks = None if sinks is None else sinks.float() * LOG2E
+        # The argument of tanh twice, because tanh is computed from the exponential of that.
+        factor, cap = (2 * scale / softcap, softcap) if softcap else (scale, 0.0)
+        nothing = torch.empty(0, pages.head_size)
+        self._layer = (
+            np.float32(factor * LOG2E),
+            np.float32(cap * LOG2E),
+            rotation.contiguous().numpy(),
+            (nothing if centres is None else centres).contiguous().numpy(),
+        )
+        self._held = (
+            whole.numpy(),
+            held.view(torch.uint16).numpy(),
+            cache.numpy(),
+            numbers,
+            np.array(cache_scales, np.float32),
+            torch.stack(places).numpy(),
+        )
+
+    def decode(
+        self, queries: torch.Tensor, table: np.ndarray, stored: np.ndarray, tail: np.ndarray
+    ) -> torch.Tensor:
+        """Attend to stores and tails with one query token of each of S sequences.
+
+        Args:
+            queries: [S, G, D] float32.
+            table: [S, V] int32 pages of each sequence, contiguous: those of its store, then those
+                of its tail.
+            stored: [S] int64 pages of its store, contiguous.
+            tail: [S] int64 tokens of its tail, at least 1.
+
+        Returns:
+            The attention [S, G, D] float32.
+
+        """
+        number, group, size = queries.shape
+        threads, (body, end) = torch.get_num_threads(), self._kernels
+        sinks = np.empty((0, 0), np.float32)
+        if self._sinks is not None:
+            sinks = self._sinks.repeat(number // len(self._sinks), 1).numpy()
+        result = np.empty((number, group, size), np.float32)
+        run(
+            body,
+            queries.contiguous().numpy(),
+            (table, stored, tail),
+            self._held,
+            (*self._layer, sinks),
+            (*np.empty((2, number, group), np.float32), result),
+            (
+                np.full(threads, -1),
+                *np.empty((2, threads, group), np.float32),
+                np.empty((threads, group, size), np.float32),
+            ),
+            threads=threads,
+            after=end,
+        )
+        return torch.from_numpy(result)
+
+
+PATTERNS = {1: torch.uint8, 2: torch.uint16}
+"""Integers with the bits of elements of as many bytes."""
