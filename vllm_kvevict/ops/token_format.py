@@ -153,7 +153,7 @@ class PackedFormat(TokenFormat):
     def name(self) -> str:
         """Name in the fingerprint of files, with all that decides about the bytes."""
         return (
-            f"{self.key_bits}/{self.value_bits} bits, {self.sixteenths}/16, signs {SIGNS_SEED}, "
+            f"{self.key_bits}/{self.value_bits} bits, {self.sixteenths}/16, signs {signs_digest()}, "
             f"centres of {POSITIONS}"
         )
 
@@ -299,6 +299,15 @@ def signs(size: int) -> "torch.Tensor":
 
     generator = torch.Generator().manual_seed(SIGNS_SEED)
     return torch.randint(0, 2, (size,), generator=generator, device="cpu") * 2 - 1
+
+
+def signs_digest() -> str:
+    """Return 12 hexadecimal digits that differ if the signs of a head size from which stores in few
+    bits are served differ: a seed alone leaves them to torch's generator."""
+    from hashlib import sha256
+
+    every = [signs(size).tolist() for size in range(64, 257, 8)]
+    return sha256(str(every).encode()).hexdigest()[:12]
 
 
 _rotations: "dict[tuple[int, torch.device], torch.Tensor]" = {}

@@ -71,6 +71,14 @@ def test_the_name_tells_formats_apart():
     assert len({one.name for one in formats}) == len(formats)
 
 
+def test_the_name_tells_signs_apart(monkeypatch):
+    """Whatever the seed, another version of torch may draw others."""
+    before = INT4.name
+    drawn = token_format.signs
+    monkeypatch.setattr(token_format, "signs", lambda size: drawn(size) * (1 - 2 * (size == 96)))
+    assert INT4.name != before
+
+
 @pytest.mark.parametrize("size", range(64, 264, 8))
 def test_a_page_holds_its_tokens(size):
     """Of every head size from which stores in few bits are served, in the type of the cache."""
