@@ -7,6 +7,7 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvevict.cache.state import GroupState
+from vllm_kvevict.ops.cpu import page_table
 from vllm_kvevict.ops.torch.pages import head_page_table
 
 
@@ -56,7 +57,8 @@ class PerHeadBatch:
 
         """
         heads, splits = state.num_heads, state.splits(rows)
-        table, seq_lens = head_page_table(
+        lay_out = page_table.head_page_table if splits.is_cpu else head_page_table
+        table, seq_lens = lay_out(
             splits,
             state.store[rows],
             state.tail_start[rows],

@@ -1,9 +1,11 @@
 """Page tables and compaction, against a cache of named tokens walked one at a time."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_kvevict.ops.cpu import page_table
 from vllm_kvevict.ops.torch.pages import candidate_grid, compact_index, head_page_table
 
 
@@ -40,6 +42,9 @@ def counter():
     return lambda: next(ids)
 
 
+@pytest.mark.parametrize(
+    "lay_out", [head_page_table, page_table.head_page_table], ids=["torch", "numpy"]
+)
 @settings(deadline=None)
 @given(
     data=st.data(),
@@ -49,12 +54,12 @@ def counter():
     density=st.sampled_from([1, 4]),
     count=st.integers(1, 4),
 )
-def test_head_page_table(data, heads, layers, block_size, density, count):
+def test_head_page_table(lay_out, data, heads, layers, block_size, density, count):
     fresh = counter()
     requests = [data.draw(evicted_request(heads, layers, block_size, fresh)) for _ in range(count)]
     width = max(len(table) for *_, table in requests)
     stores = max(len(store) for _, store, *_ in requests)
-    pages, lengths = head_page_table(
+    pages, lengths = lay_out(
         torch.tensor([[r[0][layer] for r in requests] for layer in range(layers)]),
         torch.tensor([r[1] + [0] * (stores - len(r[1])) for r in requests]),
         torch.tensor([r[2] for r in requests]),
