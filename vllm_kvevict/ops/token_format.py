@@ -153,8 +153,8 @@ class PackedFormat(TokenFormat):
     def name(self) -> str:
         """Name in the fingerprint of files, with all that decides about the bytes."""
         return (
-            f"{self.key_bits}/{self.value_bits} bits, {self.sixteenths}/16, signs {signs_digest()}, "
-            f"centres of {POSITIONS}"
+            f"{self.key_bits}/{self.value_bits} bits, {self.sixteenths}/16, "
+            f"signs {signs_digest()}, centres of {POSITIONS}"
         )
 
     @property
