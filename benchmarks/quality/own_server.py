@@ -6,6 +6,7 @@ from pathlib import Path
 
 from benchmarks.quality.options import POOLED, Options, OwnOptions
 from benchmarks.server import Server
+from vllm_kvevict.config.names import PYRAMIDS
 
 BLOCK_SIZE = 32
 NO_PROFILE = "none"
@@ -21,6 +22,11 @@ class Variant:
     name: str
     flags: tuple[str, ...]
     labels: dict[str, str]
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether layers have budgets of their own. Each group then counts the tokens it evicts."""
+        return self.name == LAYERS or not PYRAMIDS.isdisjoint(self.labels.values())
 
 
 def variants(options: Options) -> list[Variant]:

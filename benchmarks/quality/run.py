@@ -19,7 +19,7 @@ from benchmarks.quality.kvpress_baseline import (
 from benchmarks.quality.local_chat import LocalChat
 from benchmarks.quality.measure import Plan, measure, render, samples_of, score
 from benchmarks.quality.options import Options
-from benchmarks.quality.own_server import BLOCK_SIZE, LAYERS, Variant, server_key, start, variants
+from benchmarks.quality.own_server import BLOCK_SIZE, Variant, server_key, start, variants
 from benchmarks.quality.prompt import Prompt
 from benchmarks.quality.raw_answers import write_answers
 from benchmarks.smollm2 import real_model
@@ -97,7 +97,7 @@ class Run:
         if endpoint is not None:
             endpoint.check_eviction_per_request(self.prompts[0].ids[:64])
         expected = plan.expected(self.prompts, journal)
-        if variant.name == LAYERS:
+        if variant.has_groups:
             # Groups of layers round by themselves.
             del expected["tokens_evicted"]
         answers = measure(endpoint, plan, self.prompts, options.concurrency, journal)

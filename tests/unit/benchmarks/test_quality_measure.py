@@ -11,7 +11,7 @@ from benchmarks.quality.endpoint import Completion, Endpoint, EndpointError
 from benchmarks.quality.journal import Journal
 from benchmarks.quality.measure import Plan, measure, score
 from benchmarks.quality.options import Options
-from benchmarks.quality.own_server import server_key, variants
+from benchmarks.quality.own_server import LAYERS, Variant, server_key, variants
 from benchmarks.quality.prompt import AWARE, SCENARIOS, Prompt
 from benchmarks.quality.ruler.tasks import make
 from benchmarks.quality.run import Run
@@ -249,3 +249,10 @@ def test_a_server_with_shares_of_layers(tmp_path):
     assert only.name == "layers" and only.labels
     with pytest.raises(SystemExit):
         Options.parse([*alone, "--base-url", "http://127.0.0.1:1"])
+
+
+def test_servers_with_budgets_by_layer_count_each_group():
+    """Their number of evicted tokens is that of all groups, which is not compared."""
+    assert not Variant("default", (), {"snapkv": "snapkv"}).has_groups
+    assert Variant("default", (), {"a": "snapkv", "b": "ada-pyramid"}).has_groups
+    assert Variant(LAYERS, (), {"defensive, layers": "defensive"}).has_groups
