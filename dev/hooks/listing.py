@@ -205,12 +205,11 @@ HOOKS = {
         """,
         "vllm.v1.core.kv_cache_utils": """
             KVCacheBlock.block_id KVCacheBlock.ref_cnt KVCacheBlock.block_hash
-            KVCacheBlock.next_free_block FreeKVCacheBlockQueue.fake_free_list_head
         """,
         "vllm.v1.core.block_pool": """
             BlockPool.get_new_blocks(num_blocks) BlockPool.free_blocks(ordered_blocks)
             BlockPool.evict_blocks(block_ids) BlockPool.touch(blocks) BlockPool.get_num_free_blocks
-            BlockPool.num_gpu_blocks BlockPool.free_block_queue
+            BlockPool.num_gpu_blocks
         """,
         "vllm.v1.core.sched.scheduler": """
             Scheduler.running Scheduler.max_num_scheduled_tokens Scheduler._inflight_prefills
@@ -220,6 +219,17 @@ HOOKS = {
     },
     "engine/published.py": {
         "vllm.v1.core.kv_cache_utils": "KVCacheBlock.block_hash KVCacheBlock.ref_cnt",
+    },
+    "stores/retention.py": {
+        "vllm.v1.core.kv_cache_utils": """
+            KVCacheBlock.block_id KVCacheBlock.ref_cnt KVCacheBlock.block_hash
+            KVCacheBlock.next_free_block FreeKVCacheBlockQueue.fake_free_list_head
+            FreeKVCacheBlockQueue.remove(block) FreeKVCacheBlockQueue.prepend_n(blocks)
+        """,
+        "vllm.v1.core.block_pool": """
+            BlockPool.touch(blocks) BlockPool.free_blocks(ordered_blocks)
+            BlockPool.free_block_queue BlockPool.blocks
+        """,
     },
     "stores/key.py": {
         "vllm.v1.core.kv_cache_utils": "generate_block_hash_extra_keys",
@@ -233,7 +243,6 @@ HOOKS = {
         "vllm.v1.core.kv_cache_coordinator": "KVCacheCoordinator.single_type_managers",
         "vllm.v1.core.block_pool": """
             BlockPool.null_block BlockPool.hash_block_size BlockPool.evict_blocks(block_ids)
-            BlockPool.touch(blocks) BlockPool.free_blocks(ordered_blocks)
         """,
         "vllm.v1.core.kv_cache_utils": """
             KVCacheBlock.set_block_hash(block_hash) make_block_hash_with_group_id BlockHash

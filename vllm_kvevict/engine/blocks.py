@@ -15,7 +15,7 @@ fills the whole pool can be evicted. Writing to own blocks is safe for three rea
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -32,14 +32,19 @@ from vllm_kvevict.metrics.counters import Counters
 from vllm_kvevict.rules.quote import GroupQuote, Quote
 from vllm_kvevict.rules.rule import blocks_for
 from vllm_kvevict.rules.step_plan import GroupEviction
+from vllm_kvevict.stores.retention import Retention
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
 
 BLANK_DIVISOR = 8
-"""One part in so many of the pool: while that many of its next free blocks hold nothing cached,
+"""One part in so many of the pool: while that many of its next free blocks are blank or superseded,
 evictions of a conversation do not overwrite its previous state."""
+
+
+MAX_BLANK = 1024
+"""The most of these blocks, because an eviction looks at each of them."""
 
 
 class EvictableAttentionManager(FullAttentionManager):
@@ -271,12 +276,26 @@ class EvictableAttentionManager(FullAttentionManager):
     def _reuse(self, blocks: list[KVCacheBlock], count: int) -> list[KVCacheBlock]:
         """Return ``count`` of ``blocks`` that no other request holds, and remove their hashes."""
         own = [block for block in blocks if block.ref_cnt == 1] if count else []
-        # The sort is stable; blocks without a hash come first.
-        own.sort(key=lambda block: block.block_hash is not None)
+        assert self.core is not None
+        protected = self.core.retention.is_protected
+        # The sort is stable; blocks without a hash come first, and those of states that others may
+        # start with come last.
+        own.sort(key=lambda block: (block.block_hash is not None, protected(block)))
         reused = own[:count]
         assert len(reused) == count, f"{count} own blocks were quoted, {len(reused)} are there"
         self.block_pool.evict_blocks({b.block_id for b in reused if b.block_hash is not None})
         return reused
+
+    def expendable(self, state: RequestState, end: int) -> int:
+        """Return the number of blocks that an eviction at ``end`` may write to without a loss: own
+        ones of no state with which another request may start."""
+        assert self.core is not None
+        progress, holding = state.progress[self.kv_cache_group_id], self._holding(state)
+        first = progress.tail_start // self.block_size
+        last = progress.rule.tail_start(end) // self.block_size
+        own = [*holding.store, *self.req_to_blocks[state.request_id][first:last]]
+        protected = self.core.retention.is_protected
+        return sum(block.ref_cnt == 1 and not protected(block) for block in own)
 
     def free_replaced(self, state: RequestState | None, eviction: GroupEviction) -> int:
         """Free the blocks that an eviction replaced, after its step was processed.
@@ -289,9 +308,15 @@ class EvictableAttentionManager(FullAttentionManager):
         holding = state.holdings.get(self.kv_cache_group_id) if state is not None else None
         if holding is None:
             return 0
+        assert state is not None and self.core is not None
         replaced = holding.pop_replaced(eviction)
         freed = sum(block.ref_cnt == 1 for block in replaced)
-        self.block_pool.free_blocks(replaced)
+        if state.makes_links:
+            first = eviction.old_tail_start // self.block_size
+            found = state.prefix_found // self.block_size
+            self.core.retention.free(replaced, max(0, found - first))
+        else:
+            self.block_pool.free_blocks(replaced)
         self._save(holding, freed)
         return freed
 
@@ -311,6 +336,7 @@ class EvictableAttentionManager(FullAttentionManager):
                 self._save(holding, -holding.net_blocks_freed)
                 blocks = blocks + holding.blocks
             blocks = blocks + state.take_window()
+            core.retention.used(blocks)
         return blocks
 
 
@@ -334,6 +360,11 @@ class EvictionCore:
     counters: Counters
     _candidate: RequestState | None = None
 
+    @cached_property
+    def retention(self) -> Retention:
+        """The order in which blocks leave the KV cache."""
+        return Retention(self.cache.block_pool)
+
     @property
     def cache(self) -> "KVCacheManager":
         return self.scheduler.kv_cache_manager
@@ -345,13 +376,22 @@ class EvictionCore:
     @property
     def free_after_step(self) -> int:
         """Free blocks, less the blocks that running requests may take in the next step."""
+        return self.free - self._next_step(bool(self.scheduler._inflight_prefills))
+
+    def _next_step(self, prefills: bool) -> int:
+        """Return the blocks that requests may take in the next step."""
         scheduler = self.scheduler
-        chunk = scheduler.max_num_scheduled_tokens if scheduler._inflight_prefills else 0
-        next_step = sum(
-            len(scheduler.running) + blocks_for(chunk, size)
-            for size in self.cache.coordinator.group_block_sizes
+        chunk = scheduler.max_num_scheduled_tokens if prefills else 0
+        sizes = self.cache.coordinator.group_block_sizes
+        return sum(len(scheduler.running) + blocks_for(chunk, size) for size in sizes)
+
+    def make_way(self) -> None:
+        """Let superseded blocks be the next ones that a step takes, if it would take others that
+        are cached."""
+        scheduler = self.scheduler
+        self.retention.make_way(
+            self._next_step(bool(scheduler.waiting or scheduler._inflight_prefills))
         )
-        return self.free - next_step
 
     def consider(self, state: RequestState | None) -> None:
         """Set the waiting request that may be admitted next; None if there is none."""
@@ -409,52 +449,37 @@ class EvictionCore:
         return Quote(tuple(quotes))
 
     def evict(
-        self, state: RequestState, quote: Quote, end: int, left_behind: bool = False
+        self, state: RequestState, quote: Quote, end: int, superseded: bool = False
     ) -> list[GroupEviction]:
         """Evict the groups of a quote, for which the pool has the fresh blocks.
 
         If the pool has more free blocks than these and the next step of all running requests need,
         survivors are written to fresh blocks, and the former blocks stay in the prefix cache.
-        With ``left_behind`` they stay only if the next free blocks hold nothing cached. Otherwise
-        they are overwritten, because fresh blocks may hold the latest states of idle conversations,
-        from which their next turns start.
+        With ``superseded`` they stay only if fresh blocks cost nothing
+        (:mod:`vllm_kvevict.stores.retention`), or if they are of a state with which another request
+        may start.
 
         Args:
             state: The request.
             quote: What the eviction takes.
             end: Number of tokens in the cache after the step.
-            left_behind: True if no request is expected to start with the last store of the request.
+            superseded: True if no request is expected to start with the last store of the request.
 
         """
         spare, evictions = self.free_after_step - quote.fresh, []
         taken = sum(part.store - part.reserved for part in quote.parts)
-        blank = max(taken, self.cache.block_pool.num_gpu_blocks // BLANK_DIVISOR)
-        overwrites = left_behind and self._next_is_cached(blank)
+        eighth = self.cache.block_pool.num_gpu_blocks // BLANK_DIVISOR
+        blank = max(taken, min(eighth, MAX_BLANK))
+        overwrites = superseded and not self.retention.costs_nothing(blank)
         for part in quote.parts:
-            fresh, more = part.fresh, part.store - part.reserved - part.fresh
-            if more <= spare and not overwrites:
+            manager, fresh = self.managers[part.group_id], part.fresh
+            more = part.store - part.reserved - fresh
+            if overwrites:
+                more = max(0, more - manager.expendable(state, end))
+            if more <= spare:
                 fresh, spare = fresh + more, spare - more
-            evictions.append(self.managers[part.group_id].evict(state, end, fresh))
+            evictions.append(manager.evict(state, end, fresh))
         return evictions
-
-    def _next_is_cached(self, count: int) -> bool:
-        """Return True if one of the next ``count`` blocks that the pool hands out is cached.
-
-        The pool hands out blocks that were never used in the order of their ids, and before all
-        that are cached. While the last ``count`` ids are such, none of them is looked at.
-        """
-        blocks, first = self.cache.block_pool.blocks, -max(2, count)
-        if not blocks[first].block_hash and blocks[first].next_free_block is blocks[first + 1]:
-            return False
-        block = self.cache.block_pool.free_block_queue.fake_free_list_head.next_free_block
-        for _ in range(count):
-            # The last block of the queue is not one of the pool's.
-            if block is None or block.next_free_block is None:
-                return False
-            if block.block_hash is not None:
-                return True
-            block = block.next_free_block
-        return False
 
 
 def register_spec() -> None:

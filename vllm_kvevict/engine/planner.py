@@ -96,12 +96,15 @@ class StepPlanner:
         """Add the stores that newly admitted requests reuse to the plan."""
         for state in self._table.admitted:
             state.admitted_at = None
+            state.prefix_found = 0 if state.pending_store else state.request.num_computed_tokens
+            self._stores.started(state)
             if state.pending_store is not None:
                 plan.reused[state.request_id] = self._stores.plan(state)
                 store, state.pending_store = state.pending_store, None
                 if state.replay_store is None:
                     self._note_evicted(state)
                     store.starts += 1
+                    store.superseded = False
                     self._stores.windows.keep_of(state, store)
                     self._counters.stores_reused += 1
                     self._counters.tokens_reused += state.request.num_computed_tokens
@@ -220,9 +223,9 @@ class StepPlanner:
         ring = state.ring if reads_window and self._turns.recorded(state, end) else None
         if state.makes_links:
             self._stores.extends(state, end)
-        left_behind = self._stores.left_behind(state, end)
-        evictions = self._core.evict(state, quote, end, left_behind)
-        self._stores.windows.let_go(state)
+        superseded = self._stores.supersede(state, end)
+        evictions = self._core.evict(state, quote, end, superseded)
+        self._stores.windows.let_go(state, superseded)
         self._stores.drop_containing(
             block for eviction in evictions for block in eviction.store[: eviction.reused]
         )

@@ -42,6 +42,10 @@ class PublishedStore:
     """True if the store was idle when it was last examined."""
     starts: int = 0
     """Number of requests that have started with the store."""
+    awaited: set[str] = field(default_factory=set)
+    """Ids of requests that returned to the queue for the store, until they start."""
+    superseded: bool = False
+    """True if its request has evicted past it and no other is expected to start with it."""
     again: bool = False
     """True if an equal store was made before, and is gone."""
     written: bool = False

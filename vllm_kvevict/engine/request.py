@@ -141,6 +141,9 @@ class RequestState:
     publish_at: int = 0
     """Length at which the next step can publish a block by hash; steps that end before it skip
     publishing."""
+    prefix_found: int = 0
+    """Number of tokens that were found in the prefix cache at the last admission; 0 if the request
+    started with a published store."""
     admitted_at: int | None = None
     """First position of the step that admits the request; None once that step is planned."""
     replayed_from: int = sys.maxsize

@@ -152,7 +152,9 @@ class EvictingScheduler(Scheduler):
         for part in self._parts:
             part.before_schedule()
         self._core.consider(None)
-        self._waiting_queue.return_ready(self._stores.ready(), self._waits)
+        for request in self._waiting_queue.return_ready(self._stores.ready(), self._waits):
+            self._stores.promise(self._table.states[request.request_id])
+        self._core.make_way()
         self._memory.begin_step()
         self._stores.windows.make_room()
         self._planner.hold_back()

@@ -14,7 +14,7 @@ of its own. Layers that attend within a window belong to a store with their last
 point (:mod:`vllm_kvevict.engine.windows`).
 """
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from vllm_kvevict.engine.windows import Windows
 from vllm_kvevict.rules.rule import blocks_for
 from vllm_kvevict.rules.step_plan import GroupEviction, ReusedStore, StepPlan
 from vllm_kvevict.stores.key import ShareKey, share_key
+from vllm_kvevict.stores.retention import MARK, is_superseded
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -72,9 +73,9 @@ class PublishedStores:
         self.suffixes = SuffixCache(manager.block_pool.hash_block_size, core.managers, self.windows)
         self._published: OrderedDict[ShareKey, PublishedStore] = OrderedDict()
         """By key, the one that was examined or made last at the end."""
-        self._by_block: dict[int, PublishedStore] = {}
-        self._tails: Counter[int] = Counter()
-        """Number of published stores with a block among those after their survivors, by block."""
+        self._retention = core.retention
+        self._promised: dict[str, PublishedStore] = {}
+        """Stores for which requests returned to the queue, by request id, until they start."""
         self._names: OrderedDict[str, None] = OrderedDict()
         """Of the stores that were made, the last one at the end."""
         self._unmade: dict[ShareKey, None] = {}
@@ -253,6 +254,7 @@ class PublishedStores:
         if state.unpublished is not None:
             self._resolve_late(state)
         self._unpublished.pop(state.request_id, None)
+        self._forget_promise(state)
         return False
 
     def find(self, state: RequestState) -> PublishedStore | None:
@@ -384,22 +386,36 @@ class PublishedStores:
         """Called before a request evicts at ``end`` over its last store, whose blocks the eviction
         may write to."""
 
-    def left_behind(self, state: RequestState, end: int) -> bool:
-        """Return True if no request is expected to start with the last store of a request that
-        evicts at ``end`` over it.
+    def promise(self, state: RequestState) -> None:
+        """Record that a request returned to the queue to start with the store that it waited
+        for."""
+        self._forget_promise(state)
+        if (key := state.store_key) is not None and self._in_pool(key):
+            store = self._promised[state.request_id] = self._published[key]
+            store.awaited.add(state.request_id)
 
-        Requests may start with the last store of the prompt, if a next turn does not repeat the
-        answer; with one from which several requests started; and with one from which requests
-        parted: it was made again, and what follows was not.
-        """
+    def started(self, state: RequestState) -> None:
+        """Record that a request holds its first blocks."""
+        self._forget_promise(state)
+
+    def _forget_promise(self, state: RequestState) -> None:
+        if (store := self._promised.pop(state.request_id, None)) is not None:
+            store.awaited.discard(state.request_id)
+
+    def supersede(self, state: RequestState, end: int) -> bool:
+        """Return True if no request is expected to start with the last store of a request that
+        evicts at ``end`` over it, and record it."""
         former, prompt_end, chain = state.last_store, state.request.num_prompt_tokens, state.chain
-        if not state.makes_links or chain is None or former is None or former.starts > 1:
-            return False
-        if former.key.point <= prompt_end < end:
+        if not state.makes_links or chain is None or former is None:
             return False
         following = chain.keys[state.links] if state.links < len(chain.keys) else None
-        parted = following is None or following.name not in self._names
-        return not (former.again and parted)
+        former.superseded = is_superseded(
+            former,
+            of_prompt=former.key.point <= prompt_end < end,
+            parted=following is None or following.name not in self._names,
+            awaited=bool(former.awaited),
+        )
+        return former.superseded
 
     def _continues(self, base: PublishedStore | None, store: PublishedStore) -> None:
         """Record that a store was made by a request that started with another one."""
@@ -418,9 +434,7 @@ class PublishedStores:
         """Move a store that was in use to the end of the pool's queue, so that it leaves after the
         blocks computed over it."""
         if store.intact:
-            idle = [block for block, _ in store.hashes if block.ref_cnt == 0]
-            self._manager.block_pool.touch(idle)
-            self._manager.block_pool.free_blocks(idle)
+            self._retention.renew(store)
 
     def passed(self, state: RequestState, end: int) -> None:
         """Record that a step ends at ``end``. If this is the point and there is no store, no
@@ -470,7 +484,7 @@ class PublishedStores:
     def _enter(self, key: ShareKey, groups: Mapping[int, PublishedGroup]) -> PublishedStore:
         self._made += 1
         self._unmade.pop(key, None)
-        mark = BlockHash(b"kv_eviction store %d" % self._made)
+        mark = BlockHash(MARK + b" %d" % self._made)
         stored = [(group, block) for group, part in groups.items() for block in part.store]
         # A group that did not evict keeps the blocks of the store before.
         self.drop_containing(b.block_id for _, b in stored if b.block_hash is None)
@@ -487,15 +501,15 @@ class PublishedStores:
         self._names.move_to_end(key.name)
         if len(self._names) > MAX_NAMES:
             self._names.popitem(last=False)
-        self._by_block |= {block.block_id: store for _, block in stored}
-        self._tails.update(block.block_id for _, block in tails)
+        self._retention.enter(store)
         return store
 
     def drop_containing(self, block_ids: Iterable[int]) -> None:
         """Drop the stores that contain one of these blocks, because survivors are written to them
         or because they were computed over blocks that could not be loaded."""
         for block_id in block_ids:
-            if (store := self._by_block.get(block_id)) is not None:
+            for store in self._retention.owners(block_id):
+                assert isinstance(store, PublishedStore)
                 self._drop(store)
 
     def _drop(self, store: PublishedStore) -> None:
@@ -504,16 +518,12 @@ class PublishedStores:
         if self._published.get(store.key) is store:
             del self._published[store.key]
             self._count_idle(store, False)
-            for part in store.groups.values():
-                self._tails.subtract(block.block_id for block in part.tail)
+        self._retention.drop(store)
         own = {block.block_id for group in store.groups.values() for block in group.store}
-        # The next store of a chain has taken over the blocks of groups that did not evict there.
-        own = {block_id for block_id in own if self._by_block.get(block_id) is store}
-        for block_id in own:
-            del self._by_block[block_id]
         blocks = [(block, mark) for block, mark in store.hashes if block.block_id in own]
-        over = (one for marked in store.suffix.values() for one in marked)
-        blocks += ((block, mark) for block, mark in over if self._tails[block.block_id] <= 0)
+        blocks += (one for marked in store.suffix.values() for one in marked)
+        # Stores of a chain share the blocks of groups that did not evict between them.
+        blocks = [one for one in blocks if not self._retention.owners(one[0].block_id)]
         self.suffixes.drop(store)
         self._manager.block_pool.evict_blocks(
             {block.block_id for block, mark in blocks if block.block_hash == mark}

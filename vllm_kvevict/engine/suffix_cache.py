@@ -7,6 +7,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
 from vllm_kvevict.engine.published import PublishedStore
+from vllm_kvevict.stores.retention import MARK
 
 if TYPE_CHECKING:
     from vllm_kvevict.engine.request import RequestState
@@ -79,7 +80,7 @@ class SuffixCache:
         if known is not None and any(block.is_null for block in blocks):
             return
         self._made += 1
-        mark = BlockHash(b"kv_eviction store, suffix %d" % self._made)
+        mark = BlockHash(MARK + b", suffix %d" % self._made)
         marked = []
         for group, block in zip(self.groups, blocks, strict=True):
             # The block that contains the point belongs to the store. Blocks that a window has

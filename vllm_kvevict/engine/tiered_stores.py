@@ -8,7 +8,7 @@ request whose store cannot be read in time computes its prompt. A faulty file co
 never a wrong token.
 """
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from time import monotonic
 
@@ -28,6 +28,7 @@ from vllm_kvevict.stores.files import StoreFiles
 from vllm_kvevict.stores.host import StoreNews
 from vllm_kvevict.stores.key import ShareKey
 from vllm_kvevict.stores.region import Handle
+from vllm_kvevict.stores.retention import KeptStates
 from vllm_kvevict.stores.shape import GroupShape, StoreSizes
 
 logger = init_logger("vllm.kv_eviction.tiers")
@@ -74,7 +75,7 @@ class TieredStores(PublishedStores):
         self.reads = StoreReads(sizes, ranks, files, core.counters)
         """Reads of stores from files."""
         self._searches = ChainSearches(self.reads, ranks)
-        self._kept: OrderedDict[str, int] = OrderedDict()
+        self._kept = KeptStates()
         self._next = StepPlan()
         self._restoring: deque[PublishedStore] = deque()
         """The stores of the loads in plans that were not executed yet, in the same order."""
@@ -106,7 +107,7 @@ class TieredStores(PublishedStores):
             name = store.key.name
             self.reads.drop(name)
             if name in self._kept:
-                self._kept.move_to_end(name)
+                self._kept.use(name)
         return store
 
     def waits(self, state: RequestState) -> bool:
@@ -268,12 +269,12 @@ class TieredStores(PublishedStores):
         of_prompt = max(0, chain.before(state.request.num_prompt_tokens + 1) - 1)
         for key in reversed(chain.keys[: min(chain.before(store.key.point), of_prompt)]):
             if key.name in self._kept:
-                self._kept.move_to_end(key.name, last=False)
+                self._kept.supersede(key.name)
         write = self.reads.files is not None and not store.written
         if write or (self._memory and name not in self._kept):
             self._save(state, store, self._next.saves_first, write)
         elif name in self._kept:
-            self._kept.move_to_end(name)
+            self._kept.use(name)
 
     def _process(self, news: StoreNews) -> None:
         """Process a worker's report about files."""
@@ -342,7 +343,7 @@ class TieredStores(PublishedStores):
             return False
         self.kept_bytes += num_bytes - self._kept.get(name, 0)
         self._kept[name] = num_bytes
-        self._kept.move_to_end(name)
+        self._kept.use(name)
         # Workers load stores before they remove others.
         self._next.forgotten = [other for other in self._next.forgotten if other != name]
         while self.kept_bytes > self._memory:

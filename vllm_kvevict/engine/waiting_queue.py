@@ -76,13 +76,16 @@ class WaitingQueue(RequestQueue):
 
     def return_ready(
         self, keys: "Iterable[ShareKey]", waits: "Callable[[Request, ShareKey], bool]"
-    ) -> None:
+    ) -> "list[Request]":
         """Return the requests whose store is no longer waited for to their places in the queue.
 
         Args:
             keys: The stores about which something changed.
             waits: Returns whether a request still waits for this store. It is called for one
                 request of each group.
+
+        Returns:
+            The requests that are in the queue again.
 
         """
         returned: list[Request] = []
@@ -97,6 +100,7 @@ class WaitingQueue(RequestQueue):
             self._insert(self._queue, returned)
         elif returned:
             self._queue.prepend_requests(returned)
+        return returned
 
     def _insert(self, queue: "deque[Request]", requests: "list[Request]") -> None:
         """Insert requests into a queue in the order of their arrival.

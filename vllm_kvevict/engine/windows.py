@@ -89,10 +89,17 @@ class Windows:
         if not idle or idle <= self._core.free - self._next_step():
             self.keep(state, store.groups)
 
-    def let_go(self, state: "RequestState") -> None:
-        """Return the blocks that a request keeps. They stay in the pool like cached blocks."""
+    def let_go(self, state: "RequestState", superseded: bool = False) -> None:
+        """Return the blocks that a request keeps. They stay in the pool like cached blocks.
+
+        Args:
+            state: The request.
+            superseded: True if a newer state of the request continues the one that they are of.
+
+        """
         if self._keeping.pop(state.request_id, None) is not None:
-            self._pool.free_blocks(state.take_window())
+            free = self._core.retention.free if superseded else self._pool.free_blocks
+            free(state.take_window())
 
     def make_room(self, blocks: int | None = None) -> None:
         """Return blocks that are kept, until so many are free.

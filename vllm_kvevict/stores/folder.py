@@ -10,6 +10,8 @@ from time import monotonic, time
 
 from vllm.logger import init_logger
 
+from vllm_kvevict.stores.retention import file_order
+
 logger = init_logger("vllm.kv_eviction.tiers")
 
 SUFFIX = ".safetensors"
@@ -147,7 +149,7 @@ def _is_abandoned(status: os.stat_result) -> bool:
 
 def _last_use(entry: tuple[os.stat_result, Path]) -> tuple[bool, float]:
     status, path = entry
-    return _is_finished(path), status.st_mtime
+    return file_order(_is_finished(path), status.st_mtime)
 
 
 def check_folder(folder: Path) -> None:
