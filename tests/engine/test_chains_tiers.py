@@ -300,9 +300,9 @@ def test_a_step_does_nothing_for_conversations_whose_searches_go_on_or_have_ende
     setup, tmp_path, monkeypatch
 ):
     """They wait for files, and later for a pool that a stream holds."""
-    count = 60
+    count, now = 60, [1000.0]
     for module in (chain_searches, store_reads, tiered_stores):
-        monkeypatch.setattr(module, "monotonic", lambda: 1000.0)
+        monkeypatch.setattr(module, "monotonic", lambda: now[0])
     core, searches = serve(tmp_path, setup), list[Future[Any]]()
 
     def submit(*_: Any) -> Future[Any]:
@@ -321,6 +321,69 @@ def test_a_step_does_nothing_for_conversations_whose_searches_go_on_or_have_ende
         search.set_result(set())
     assert lines(core, 1) > count, "each one's end is noticed once"
     assert lines(core, 20) < count / 2, "they have ended"
+    now[0] += READ_TIMEOUT_S + 1
+    assert lines(core, 3) < count, "nor after they have waited for blocks for long"
+    assert len(searches) == count
     core.release()
     core.finish()
     assert all(one.num_output_tokens == 4 for one in asked)
+
+
+def waiting(core: Engine) -> list[str]:
+    """Requests in the queue, in order, without those that were set aside."""
+    return [request.request_id for request in core.scheduler._waiting_queue._queue]
+
+
+@pytest.mark.parametrize("kind", ["found nothing", "was cancelled"])
+def test_a_request_that_waits_for_blocks_keeps_its_place(tmp_path, monkeypatch, kind):
+    """Its files are looked for once, and smaller requests behind it do not take its blocks."""
+    now, searches = [1000.0], list[Future[Any]]()
+    for module in (chain_searches, store_reads, tiered_stores):
+        monkeypatch.setattr(module, "monotonic", lambda: now[0])
+    core = serve(tmp_path, replace(SYNC, max_batched=64))
+
+    def submit(*_: Any) -> Future[Any]:
+        searches.append(Future())
+        return searches[-1]
+
+    core.scheduler._stores.reads.threads = Mock(submit=submit)
+    core.hold(4)
+    large = core.add(tokens(400), 4)
+    core.step()
+    if kind == "found nothing":
+        searches[0].set_running_or_notify_cancel()
+        searches[0].set_result(set())
+    else:
+        now[0] += READ_TIMEOUT_S + 1
+    core.step()
+    core.step()
+    small = core.add(tokens(30, 1), 4, asked={"kv_eviction": "none"})
+    for _ in range(3):
+        now[0] += READ_TIMEOUT_S + 1
+        core.step()
+        assert waiting(core)[:1] == [large.request_id]
+    assert len(searches) == 1 and not small.num_computed_tokens
+    core.release()
+    core.finish()
+    assert large.num_output_tokens == small.num_output_tokens == 4
+
+
+@BOTH
+def test_a_restored_prompt_is_admitted_by_what_it_holds_at_once(setup):
+    """The message alone has 50 blocks. A quarter of all tokens and what comes between two evictions
+    are fewer than those that are free."""
+    core = conversations(setup, budget="25%", max_batched=64, memory=10**9, blocks=120)
+    former = core.add(tokens(150), 60)
+    core.finish()
+    lose(core)
+    core.hold(40)
+    turn = say(core, former, 400, 20)
+    while not turn.num_computed_tokens:
+        core.step()
+    assert counters(core).stores_restored_memory == 1
+    assert counters(core).tokens_reused >= 168
+    while not turn.is_finished():
+        core.step()
+    assert turn.num_output_tokens == 20 and not turn.num_preemptions
+    core.release()
+    core.finish()

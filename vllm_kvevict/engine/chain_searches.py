@@ -88,20 +88,32 @@ class ChainSearches:
         if reads.files is None or reads.paused:
             return []
         search = self._searches.get(request_id)
-        if search is None or (search.future.done() and now >= search.until):
-            if reads.all_hang():
-                return []
-            until = now + READ_TIMEOUT_S
-            future = reads.threads.submit(_present, reads.files, keys, self._ranks, until)
-            search = self._searches[request_id] = Search(keys, until, future)
-            self._late.append(search)
-            future.add_done_callback(partial(self._ended, search))
+        if search is None:
+            search = self._begin(request_id, keys, now)
         if not search.over(now):
             return None
         if not search.future.done() or search.future.cancelled() or search.future.exception():
             return []
         present = search.future.result()
         return [key for key in search.keys if key.name in present]
+
+    def _begin(self, request_id: str, keys: Sequence[ShareKey], now: float) -> Search:
+        """Return the only search of a request until it starts.
+
+        Another one would cost the request its place in the queue, in which those behind it take the
+        blocks that it waits for. While all threads hang, the search has found nothing.
+        """
+        reads, until = self._reads, now + READ_TIMEOUT_S
+        assert reads.files is not None
+        if reads.all_hang():
+            future: Future[set[str]] = Future()
+            future.set_result(set())
+        else:
+            future = reads.threads.submit(_present, reads.files, keys, self._ranks, until)
+        search = self._searches[request_id] = Search(keys, until, future)
+        self._late.append(search)
+        future.add_done_callback(partial(self._ended, search))
+        return search
 
     def first_key(self, request_id: str) -> ShareKey:
         """Return the key that :meth:`ready` returns when the search of a request has ended."""
@@ -118,7 +130,7 @@ class ChainSearches:
         return changed
 
     def drop(self, request_id: str) -> None:
-        """Forget the search of a request that ends."""
+        """Forget the search of a request that starts or ends."""
         search = self._searches.pop(request_id, None)
         if search is not None:
             self._end(search)

@@ -173,6 +173,9 @@ class StoreReads:
         self._searches: list[tuple[float, str]] = []
         """Heap of the times at which late files are looked for."""
         self._searched_at = 0.0
+        self._missed: dict[str, set[str]] = {}
+        """Names of stores that were not found for a request, by request id. They are not looked for
+        again: a request that waits for blocks would lose its place in the queue."""
         self._waiters: dict[str, set[str]] = {}
         """Ids of the requests that wait for a store or may use what was read."""
         self._changed: dict[ShareKey, None] = {}
@@ -194,14 +197,15 @@ class StoreReads:
         self._progress(now)
         lookup = self.reading.get(name) or self.queued.get(name)
         if lookup is None:
-            if self.files is None or self.paused:
+            if self.files is None or self.paused or name in self._missed.get(request_id, ()):
                 return False
             absence = self._absent.get(name)
             if absence is not None and now < absence.until:
-                return claims and self._wait_late(key, request_id, absence, now)
+                waits = claims and self._wait_late(key, request_id, absence, now)
+                return waits or self._give_up(request_id, name)
             if self.all_hang():
                 self._miss(name)
-                return False
+                return self._give_up(request_id, name)
             shapes = self._sizes.shapes(key, rules)
             num_bytes = self._sizes.num_bytes(shapes) * self._ranks
             lookup = self.queued[name] = Lookup(key, shapes, num_bytes, now + READ_TIMEOUT_S)
@@ -209,6 +213,11 @@ class StoreReads:
         self._waiters.setdefault(name, set()).add(request_id)
         # A read that has just ended without content is processed with the next call.
         return lookup.payload is None
+
+    def _give_up(self, request_id: str, name: str) -> bool:
+        """Record that a request does not wait for a store any more; return False."""
+        self._missed.setdefault(request_id, set()).add(name)
+        return False
 
     def _wait_late(self, key: ShareKey, request_id: str, absence: Absence, now: float) -> bool:
         """Return whether a request waits for files that another server may still write."""
@@ -271,10 +280,12 @@ class StoreReads:
         for name in [*self.reading, *self.queued, *self.late]:
             self.drop(name)
         self._absent.clear()
+        self._missed.clear()
 
     def request_finished(self, request_id: str, name: str) -> None:
         """Record that a request ends; stop looking for its store if no other request waits."""
         self.claims.pop(request_id, None)
+        self._missed.pop(request_id, None)
         waiters = self._waiters.get(name)
         if waiters is not None:
             waiters.discard(request_id)

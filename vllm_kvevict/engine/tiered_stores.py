@@ -158,13 +158,24 @@ class TieredStores(PublishedStores):
 
     def blocks_for(self, state: RequestState, key: ShareKey) -> int:
         """Return the blocks for a request that starts with a store, if no request holds the
-        store."""
-        rest = state.request.num_tokens + 1 - key.point
+        store.
+
+        If the rest of the prompt evicts, these are at most what the request holds at once, as for a
+        prompt that is computed.
+        """
+        length, total = state.request.num_tokens + 1, 0
         sizes = self._manager.coordinator.group_block_sizes
-        return sum(
-            shape.blocks + blocks_for(rest, sizes[group])
-            for group, shape in self._sizes.shapes(key, state.rules).items()
-        )
+        for group, shape in self._sizes.shapes(key, state.rules).items():
+            blocks = shape.blocks + blocks_for(length - key.point, sizes[group])
+            if state.positions is not None and group in state.progress:
+                at_once = state.positions.sufficient_blocks(group, length)
+                blocks = min(blocks, max(shape.blocks, at_once))
+            total += blocks
+        return total
+
+    def started(self, state: RequestState) -> None:
+        super().started(state)
+        self._searches.drop(state.request_id)
 
     def request_finished(self, state: RequestState) -> bool:
         """Record that a request ends, and discard a file that no other waiting request needs.
