@@ -229,16 +229,17 @@ class PublishedStores:
             The stores. What was computed over them is not what their requests asked for.
 
         """
-        lost = {self._by_block.get(block_id) for _, block_id in evictions}
+        owners = [self._retention.owners(block_id) for _, block_id in evictions]
+        lost = {one for each in owners for one in each if isinstance(one, PublishedStore)}
         for request_id, _ in evictions:
             if (state := self._table.states.get(request_id)) is not None:
                 # A step in flight may have made another one over it.
-                lost.add(state.last_store if state.last_store is not state.reused_store else None)
+                last = state.last_store
+                lost |= {last} if last is not None and last is not state.reused_store else set()
                 state.on_chain, state.unpublished = False, None
-        stores = [store for store in lost if store is not None]
-        for store in stores:
+        for store in lost:
             self._lose(store)
-        return stores
+        return list(lost)
 
     def _lose(self, store: PublishedStore) -> None:
         """Drop a store whose content is wrong."""
