@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from numba.core import event
 
 from tests.token_formats import BYTES
 from vllm_kvevict.attention.per_head import PerHeadBatch
 from vllm_kvevict.attention.stored import StoredBatch, warm_up
 from vllm_kvevict.cache.layer_cache import LayerCache
 from vllm_kvevict.cache.page_layout import PageLayout
+from vllm_kvevict.ops.cpu.compiled import load_numba
 from vllm_kvevict.ops.fp8 import FP8
 from vllm_kvevict.ops.token_format import INT4, INT4_FP8, INT8
 from vllm_kvevict.worker.cpu import measure_layout
@@ -149,6 +149,9 @@ def test_start_up_compiles_and_writes_nothing(token_format, monkeypatch):
     warm_up(cache)
     assert torch.equal(cache.pages.view(torch.uint8), before)
     # A step runs what was compiled.
+    load_numba()
+    from numba.core import event
+
     with event.install_recorder("numba:compile") as recorder:
         test_every_query_sees_its_tokens(
             token_format, torch.float32, 64, None, 0.0, False, [1, 1, 1], 2, monkeypatch

@@ -1,13 +1,13 @@
 """Functions of single numbers, against numpy's."""
 
-import numba
 import numpy as np
 
 from vllm_kvevict.ops.cpu.arithmetic import FAST, arithmetic
+from vllm_kvevict.ops.cpu.compiled import load_numba
 
 
 def applied(function, numbers):
-    @numba.njit(fastmath=FAST)
+    @load_numba().njit(fastmath=FAST)
     def all_of(numbers, found):
         for index in range(len(numbers)):
             found[index] = function(numbers[index])

@@ -2,12 +2,13 @@
 
 import os
 
-import numba
 import numpy as np
 import pytest
 import torch
 
-from vllm_kvevict.ops.cpu.compiled import run
+from vllm_kvevict.ops.cpu.compiled import load_numba, run
+
+numba = load_numba()
 
 
 @numba.njit
