@@ -143,7 +143,10 @@ def _above(model: nn.Module, layer: nn.Module, levels: int) -> nn.Module:
 
 def _projection(model: nn.Module, layer: Any) -> Any:
     """Return the projection of a layer's queries, keys and values; None if it has no bias, is not
-    known, or if its keys are normalised, which bounds them."""
+    known (the layers of a drafter are not in the model), or if its keys are normalised, which
+    bounds them."""
+    if not any(module is layer for module in model.modules()):
+        return None
     above = _above(model, layer, 1)
     found = [module for module in above.modules() if isinstance(module, QKVParallelLinear)]
     if len(found) != 1 or getattr(found[0], "bias", None) is None:
