@@ -16,7 +16,7 @@ from tests.oracles.packed import BITS, packed
 from vllm_kvevict.engine import store_reads
 from vllm_kvevict.stores.files import unpack
 
-PROMPTS = [random_prompt(length, seed=length) for length in (500, 513, 481)]
+PROMPTS = [random_prompt(length, seed=length + 1) for length in (500, 513, 481)]
 NEW_TOKENS = 80
 POINT = {"kv_eviction_at": -1}
 INT4 = dict(budget=300, store_dtype="int4")
