@@ -84,6 +84,33 @@ def share_for(config: "EvictionConfig", profile: Profile, loss: float) -> str:
     return chosen
 
 
+def memory_for(config: "EvictionConfig", profile: Profile, loss: float) -> str:
+    """Return the share of the memory that holds the tokens of :func:`share_for`.
+
+    A budget in percent is a share of the memory, and the profile measured tokens in the cache's
+    type. Stores in few bits hold as many tokens in less. What quantising them loses is not in the
+    profile. If answers lose too much at every measured share, nothing is evicted.
+
+    Raises:
+        ValueError: As :func:`share_for`.
+
+    """
+    share = share_for(config, profile, loss)
+    if share == WHOLE or config.token_format.as_cached:
+        return share
+    block = 16
+    percent = float(share[:-1]) * block / config.token_format.page_tokens(block)
+    found = f"{percent:.3g}%"
+    logger.info(
+        "KV eviction: stores of --kv-eviction-store-dtype %s hold %s of the tokens in %s of the "
+        "memory; the profile does not say what these bits lose.",
+        config.store_dtype,
+        share,
+        found,
+    )
+    return found
+
+
 def resolved(vllm_config: "VllmConfig", config: "EvictionConfig") -> "EvictionConfig":
     """Return the configuration with a share instead of a loss.
 
@@ -101,7 +128,7 @@ def resolved(vllm_config: "VllmConfig", config: "EvictionConfig") -> "EvictionCo
             "which says what answers lose by budget"
         )
     profile = load(config.profile, vllm_config)
-    share = share_for(config, profile, loss)
+    share = memory_for(config, profile, loss)
     value = config.model_dump(mode="json", exclude_unset=True)
     found = type(config).parse(value | {"budget": share})
     assert found is not None

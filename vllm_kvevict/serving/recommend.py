@@ -7,7 +7,7 @@ from vllm.logger import init_logger
 from vllm_kvevict.config.budget import budget_loss, check_cap
 from vllm_kvevict.config.config import EvictionConfig
 from vllm_kvevict.config.profile import Profile
-from vllm_kvevict.serving.loss import losses, share_for
+from vllm_kvevict.serving.loss import losses, memory_for
 from vllm_kvevict.serving.profile import AUTO, load
 from vllm_kvevict.serving.support import check
 
@@ -110,11 +110,11 @@ def _with_profile(vllm_config: "VllmConfig", config: EvictionConfig) -> Eviction
     policy = _unlearned(vllm_config) if profile.probe is None else WITH_PROFILE
     budget: dict[str, Any] = {}
     if (loss := budget_loss(config.budget)) is not None:
-        budget = {"budget": share_for(config, profile, loss)}
+        budget = {"budget": memory_for(config, profile, loss)}
     elif "budget" not in config.model_fields_set:
         window = config.options.probe_window == "auto"
         has_losses = not config.prefill_interval and losses(profile, window)
-        share = share_for(config, profile, LOSS) if has_losses else profile.budget
+        share = memory_for(config, profile, LOSS) if has_losses else profile.budget
         budget = budget_of(config, share)
     return changed(config, {"policy": policy, "profile": profile} | budget)
 

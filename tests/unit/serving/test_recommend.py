@@ -124,6 +124,34 @@ def test_a_budget_from_what_answers_lose(
         assert "12.5% 0.060" in lines[0] and "25% 0.030" in lines[0]
 
 
+@pytest.mark.parametrize(
+    ("asked", "tokens", "budget"),
+    [
+        (dict(policy="auto", store_dtype="int4"), "25%", "6.67%"),
+        (dict(policy="auto", store_dtype="int8", budget="loss=0.25"), "12.5%", "6.67%"),
+        (dict(policy="auto", store_dtype="int4", budget="loss=0.31"), "6.25%", "1.67%"),
+        (dict(policy="auto", store_dtype="int4", budget="loss=0.001"), "", "100%"),
+        (dict(policy="auto", store_dtype="int4", budget="12.5%"), "", "12.5%"),
+    ],
+)
+def test_a_loss_is_one_of_tokens_and_a_budget_one_of_memory(
+    build: Any,
+    nothing_ships: Path,
+    records: list[logging.LogRecord],
+    asked: Any,
+    tokens: str,
+    budget: str,
+) -> None:
+    """A page of 16 tokens holds 60 in four bits, and 30 in eight."""
+    write(build, nothing_ships / "a.json", quality=MEASURED)
+    assert settled(build(asked, dtype="float32")).budget == budget
+    lines = [r.getMessage() for r in records if r.name == "vllm.kv_eviction.loss"]
+    told = [line for line in lines if "does not say what these bits lose" in line]
+    assert len(told) == bool(tokens)
+    if tokens:
+        assert f"hold {tokens} of the tokens in {budget} of the memory" in told[0]
+
+
 def test_contexts_that_requests_name_may_lose_more(
     build: Any, nothing_ships: Path, records: list[logging.LogRecord]
 ) -> None:
