@@ -84,7 +84,7 @@ def keys_lost(model: nn.Module, layer: Any, cache: LayerCache) -> torch.Tensor:
         bias; 0 without a bias.
 
     """
-    projection = _projection(model, layer)
+    projection = None if cache.centres is None else _projection(model, layer)
     if projection is None or cache.centres is None:
         return torch.zeros(layer.impl.num_kv_heads)
     device, dtype = cache.centres.device, _dtype(model)

@@ -395,7 +395,11 @@ def test_policies_of_latent_caches(build: Build, policy: str, served: bool) -> N
     [
         ("model_config.hf_text_config.index_topk", 32, "sparse MLA models"),
         ("model_config.hf_text_config.compress_ratios", [1], "sparse MLA models"),
-        ("speculative_config", SimpleNamespace(method="ngram"), "decoding of MLA models"),
+        (
+            "speculative_config",
+            SimpleNamespace(method="ngram", uses_dynamic_speculative_decoding=lambda: False),
+            "decoding of MLA models",
+        ),
         ("cache_config.cache_dtype", "fp8", "FP8 caches of MLA models"),
         ("lora_config", SimpleNamespace(), "LoRA adapters of MLA models"),
         ("parallel_config.pipeline_parallel_size", 2, "MLA models with pipeline parallelism"),

@@ -87,7 +87,8 @@ def started(build, pool, profile, monkeypatch) -> EvictingWorker:
     found._depths = {name: depth for depth, name in enumerate(NAMES)}
     builder = SimpleNamespace(binding=None, kv_cache_spec=spec)
     found.model_runner = SimpleNamespace(
-        attn_groups=[[SimpleNamespace(metadata_builders=[builder], layer_names=NAMES)]]
+        get_model=lambda: None,
+        attn_groups=[[SimpleNamespace(metadata_builders=[builder], layer_names=NAMES)]],
     )
     groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=NAMES)]
     found.initialize_from_config(SimpleNamespace(kv_cache_groups=groups, num_blocks=BLOCKS))
