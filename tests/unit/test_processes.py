@@ -294,8 +294,10 @@ def test_real_commands_print_what_tests_wait_for(file, text):
     assert any(text in one for one in texts if isinstance(one, str))
 
 
-def test_a_programs_own_handler_stays_and_is_called():
+def test_a_programs_own_handler_stays_and_is_called(monkeypatch):
     """A trainer saves its state at SIGTERM, and makes an engine that calibrates first."""
+    # A caller that says that it ends is ended after this time, which would end the tests.
+    monkeypatch.setattr("vllm_kvevict.processes.END_AFTER", 1e6)
     calls: list[int] = []
     former = signal.signal(signal.SIGTERM, lambda number, frame: calls.append(number))
     mine = signal.getsignal(signal.SIGTERM)
