@@ -89,7 +89,10 @@ def heads(candidates: Candidates, chosen: slice) -> Candidates:
 def on_two_ranks(
     scorers: Sequence[Scorer], candidates: Candidates
 ) -> tuple[list[torch.Tensor], int]:
-    """Score the halves of the heads at once, as two ranks do.
+    """Score the halves of the heads, as two ranks do.
+
+    One computes at a time, until it waits for the other one: ranks are processes, and operations of
+    two threads of one process may disturb each other.
 
     Returns:
         The scores of both halves, and how often a rank called ``mean_of_ranks``.
@@ -98,24 +101,33 @@ def on_two_ranks(
     half = candidates.num_heads // 2
     parts = [heads(candidates, slice(0, half)), heads(candidates, slice(half, None))]
     barrier, given, calls = threading.Barrier(2), [torch.empty(0)] * 2, [0, 0]
+    computing = threading.Lock()
+
+    def wait() -> None:
+        computing.release()
+        try:
+            barrier.wait(10)
+        finally:
+            computing.acquire()
 
     def mean(rank: int) -> Callable[[torch.Tensor], torch.Tensor]:
         def of(tensor: torch.Tensor) -> torch.Tensor:
             calls[rank] += 1
             given[rank] = tensor
-            barrier.wait(10)
+            wait()
             found = (given[0] + given[1]) / 2
-            barrier.wait(10)
+            wait()
             return found
 
         return of
 
     def score(rank: int) -> torch.Tensor:
-        try:
-            return scorers[rank].scores(replace(parts[rank], mean_of_ranks=mean(rank)))
-        except Exception:
-            barrier.abort()
-            raise
+        with computing:
+            try:
+                return scorers[rank].scores(replace(parts[rank], mean_of_ranks=mean(rank)))
+            except Exception:
+                barrier.abort()
+                raise
 
     with ThreadPoolExecutor(2) as threads:
         return list(threads.map(score, (0, 1))), max(calls)
