@@ -1,4 +1,4 @@
-"""What the arrival of a tiny request costs the engine's thread, whatever keys it names.
+"""CPU time of the engine's thread when a tiny request arrives, for every combination of keys.
 
     python -m benchmarks.arrivals
 

@@ -1,7 +1,7 @@
 """`make demo`: what eviction does, on a real model, in the order of what convinces.
 
 Starts `vllm serve` twice on KV memory for two full prompts: stock, and with `--kv-eviction auto`,
-whose requests may keep the full cache. Then, with each answer shown when it is there:
+where requests may ask for the full cache. Each answer is shown as soon as it is there:
 
 1. questions about long texts that were evicted before the question was known, with the full cache
    and evicted, both on the second server; and a page that shows which words of a text were kept;
@@ -332,7 +332,7 @@ LINES = (
 
 
 def load_table(load: dict[str, dict[str, float]]) -> str:
-    """What the load took on both servers, and the ratio of eviction to stock."""
+    """Return the rows of the load for both servers, with the ratio of eviction to stock."""
     count = int(load["stock"]["completed"])
     lines = [f"\nLoad: {count} prompts of {PROMPT} tokens at once\n"]
     lines.append(f"{'':<24}{NAMES['stock']:>20}{NAMES['eviction']:>20}{'ratio':>10}")

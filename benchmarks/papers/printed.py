@@ -1,4 +1,4 @@
-"""What the papers print, and the settings in which they measured it."""
+"""Numbers that the papers print, and the settings in which they were measured."""
 
 from dataclasses import dataclass
 

@@ -25,7 +25,7 @@ class Variant:
 
     @property
     def has_groups(self) -> bool:
-        """Whether layers have budgets of their own. Each group then counts the tokens it evicts."""
+        """True if layers have budgets of their own. Each group then counts the tokens it evicts."""
         return self.name == LAYERS or not PYRAMIDS.isdisjoint(self.labels.values())
 
 

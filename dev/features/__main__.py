@@ -1,4 +1,4 @@
-"""What vLLM offers and the table lacks: ``python -m dev.features --vllm FOLDER``.
+"""Prints the names of vLLM that the table lacks: ``python -m dev.features --vllm FOLDER``.
 
 Nothing of any vLLM is imported or run.
 """

@@ -170,7 +170,7 @@ def _inherited(source: Source, found: Definition) -> Iterator[str]:
 
 
 def _routes_of(attribute: str, path: ast.expr, keywords: list[ast.keyword]) -> set[str]:
-    """What a call of a router's method adds; a path that is computed stands as it is written."""
+    """Return the route that a call of a router's method adds; computed paths as source."""
     constant = path.value if isinstance(path, ast.Constant) else None
     where = constant if isinstance(constant, str) else ast.unparse(path)
     if attribute in VERBS:
